@@ -1,0 +1,5 @@
+//! Collectives between ranks.
+
+mod group;
+
+pub use group::{Collective, Group, Pending, ReduceOp, Solo};

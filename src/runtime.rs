@@ -1,0 +1,72 @@
+//! Compute threads: how many, and how they treat denormals.
+//!
+//! A rank computes on its own rayon pool. The thread that drives the rank is the pool's first
+//! worker, so entering a parallel region costs no hand-over, and `threads = n` means n busy cores.
+
+use crate::{Error, Result};
+
+/// Sets flush-to-zero and denormals-are-zero on the calling thread.
+///
+/// A saturated softmax fills the backward pass with denormals, each of which costs over a hundred
+/// cycles: the same step then takes several times as long.
+pub fn flush_denormals() {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let mut mxcsr = 0u32;
+        // SAFETY: reads and writes this thread's own MXCSR through a local; only FTZ (bit 15) and
+        // DAZ (bit 6) change, rounding and exception masks stay as Rust expects them.
+        unsafe {
+            std::arch::asm!("stmxcsr [{}]", in(reg) &mut mxcsr, options(nostack));
+            mxcsr |= (1 << 15) | (1 << 6);
+            std::arch::asm!("ldmxcsr [{}]", in(reg) &mxcsr, options(nostack));
+        }
+    }
+}
+
+/// Whether the calling thread flushes denormals (always true off x86-64, where nothing is set).
+pub fn denormals_flushed() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let mut mxcsr = 0u32;
+        // SAFETY: stores this thread's MXCSR into a local.
+        unsafe { std::arch::asm!("stmxcsr [{}]", in(reg) &mut mxcsr, options(nostack)) };
+        mxcsr & (1 << 15) != 0 && mxcsr & (1 << 6) != 0
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    true
+}
+
+/// Makes the calling thread the first of `threads` compute workers that flush denormals.
+///
+/// Everything the caller then runs through rayon, candle and gemm uses this pool. The pool lives
+/// until the process ends: a thread can join one pool only.
+pub fn start_workers(threads: usize) -> Result<()> {
+    flush_denormals();
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .use_current_thread()
+        .thread_name(|i| format!("compute-{i}"))
+        .start_handler(|_| flush_denormals())
+        .build()
+        .map_err(|e| Error::Config(format!("train.threads = {threads}: cannot start: {e}")))?;
+    std::mem::forget(pool);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_worker_flushes_denormals() {
+        std::thread::spawn(|| {
+            start_workers(3).unwrap();
+            assert_eq!(rayon::current_num_threads(), 3);
+            assert_eq!(rayon::broadcast(|_| denormals_flushed()), [true; 3]);
+            let tiny = std::hint::black_box(f32::MIN_POSITIVE);
+            assert_eq!(tiny * std::hint::black_box(0.5), 0.0);
+        })
+        .join()
+        .unwrap();
+    }
+}
