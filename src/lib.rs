@@ -5,8 +5,12 @@
 
 pub mod comm; // collectives between ranks
 pub mod error; // every error, and the exit status it ends the process with
+pub mod model; // GPT as a list of units; knows nothing of ranks
+pub mod ops; // differentiable fused ops, each with a naive twin
 pub mod optim; // optimizers, their f32 or 8-bit state, learning-rate schedules
 pub mod quant; // codecs: f32 values <-> bytes
+pub mod rng; // counter-based random numbers: f(seed, purpose, index)
 pub mod runtime; // compute threads: count, denormals
+pub mod simd; // instruction-set choice at run time
 
 pub use error::{Error, Result};

@@ -1,0 +1,81 @@
+//! Which part of a unit's flat buffer a rank owns, and what lies in it.
+
+use std::ops::Range;
+
+use crate::ops::{ALIGN, UnitLayout};
+use crate::optim::Segment;
+
+/// The elements of a buffer of `num_elements` that `rank` of `world` owns: whole blocks of 2048,
+/// as even as they come, so that no quantization block is ever cut by the number of ranks.
+pub fn shard(num_elements: usize, world: usize, rank: usize) -> Range<usize> {
+    let num_blocks = num_elements.div_ceil(ALIGN);
+    let start = |rank: usize| (num_blocks * rank / world * ALIGN).min(num_elements);
+    start(rank)..start(rank + 1)
+}
+
+/// The parts of parameters that lie in `shard`, with ranges counted from its start.
+///
+/// Whether state may be quantized is decided on the whole parameter: never on what a rank holds.
+pub fn segments(layout: &UnitLayout, shard: &Range<usize>, min_8bit_size: usize) -> Vec<Segment> {
+    let params = layout.params.iter().zip(&layout.offsets);
+    let mut segments: Vec<Segment> = params
+        .filter_map(|(param, &offset)| {
+            let start = offset.max(shard.start);
+            let end = (offset + param.len()).min(shard.end);
+            (start < end).then(|| Segment {
+                range: start - shard.start..end - shard.start,
+                name: param.name.clone(),
+                decay: param.decay,
+                eight_bit: !param.is_plain()
+                    && !param.keep_f32_state
+                    && param.len() >= min_8bit_size,
+            })
+        })
+        .collect();
+    segments.sort_by_key(|segment| segment.range.start);
+    segments
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::{ParamInit, ParamSpec};
+    use proptest::prelude::*;
+
+    fn layout(lens: &[usize]) -> UnitLayout {
+        let spec = |(i, &len): (usize, &usize)| ParamSpec {
+            name: format!("p{i}"),
+            shape: vec![len],
+            init: ParamInit::Constant(0.0),
+            decay: true,
+            keep_f32_state: i % 3 == 2,
+        };
+        UnitLayout::new(lens.iter().enumerate().map(spec).collect())
+    }
+
+    proptest! {
+        #[test]
+        fn shards_cover_every_element_once(
+            lens in prop::collection::vec(1usize..30_000, 1..8),
+            world in 1usize..20,
+        ) {
+            let layout = layout(&lens);
+            let mut end = 0;
+            let mut covered = vec![0; lens.len()];
+            for rank in 0..world {
+                let shard = shard(layout.num_elements, world, rank);
+                prop_assert_eq!(shard.start, end);
+                prop_assert_eq!(shard.start % ALIGN, 0);
+                end = shard.end;
+                for segment in segments(&layout, &shard, 4096) {
+                    let i: usize = segment.name[1..].parse().unwrap();
+                    covered[i] += segment.range.len();
+                    prop_assert!(!segment.eight_bit || segment.range.start % ALIGN == 0);
+                    prop_assert_eq!(segment.eight_bit, lens[i] >= 4096 && i % 3 != 2);
+                }
+            }
+            prop_assert_eq!(end, layout.num_elements);
+            prop_assert_eq!(covered, lens);
+        }
+    }
+}
