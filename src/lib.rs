@@ -13,4 +13,6 @@ pub mod rng; // counter-based random numbers: f(seed, purpose, index)
 pub mod runtime; // compute threads: count, denormals
 pub mod simd; // instruction-set choice at run time
 
+pub mod zero; // who owns which part of the model states, and the training step
+
 pub use error::{Error, Result};

@@ -53,6 +53,26 @@ pub fn start_workers(threads: usize) -> Result<()> {
     Ok(())
 }
 
+/// Cores this process may use.
+pub fn num_cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Tells the allocator to keep freed memory and to ask for huge pages.
+///
+/// By default mimalloc gives freed memory back after a few milliseconds, and the next step pays a
+/// page fault and a cleared page for each 4 KiB of activations again.
+pub fn keep_freed_memory() {
+    use libmimalloc_sys::{mi_option_large_os_pages, mi_option_set};
+    /// `mi_option_purge_delay` of mimalloc.h, which the crate does not name.
+    const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
+    // SAFETY: both are documented options; setting one only stores a number.
+    unsafe {
+        mi_option_set(PURGE_DELAY, -1);
+        mi_option_set(mi_option_large_os_pages, 1);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

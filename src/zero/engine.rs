@@ -4,8 +4,6 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
 
 use super::partition;
 use crate::comm::{Group, ReduceOp};
@@ -13,16 +11,6 @@ use crate::model::{Gpt, Pass, Unit};
 use crate::ops::{ALIGN, Tape};
 use crate::optim::{self, Optimizer, OptimizerConfig, StepInputs};
 use crate::{Error, Result};
-
-/// What happens when a loss or gradient is not finite. The step is never applied.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum NonFinite {
-    /// Training stops and names the tensor.
-    Abort,
-    /// The step is skipped and logged, up to a limit.
-    Skip,
-}
 
 /// How the engine trains.
 #[derive(Clone, Debug)]

@@ -3,5 +3,5 @@
 mod engine;
 mod partition;
 
-pub use engine::{Engine, EngineOptions, MicroBatch, NonFinite, StepOutcome};
+pub use engine::{Engine, EngineOptions, MicroBatch, StepOutcome};
 pub use partition::{segments, shard};

@@ -1,0 +1,66 @@
+//! The command line: one file a subcommand.
+
+mod bench;
+mod prepare;
+mod run;
+mod sample;
+
+use std::path::PathBuf;
+
+use clap::{Parser, Subcommand};
+
+use crate::Result;
+
+/// Trains GPT-style language models from a TOML config.
+///
+/// Exit status: 0 done; 2 the config or command line is wrong; 3 bad data or checkpoint; 4 a peer or
+/// the network failed; 5 training stopped by policy; 1 a bug.
+#[derive(Parser)]
+#[command(version, max_term_width = 100)]
+pub struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Train.
+    Run(run::RunArgs),
+    /// Tokenize and shard the corpus of a config; `run` does it when needed.
+    Prepare(ConfigArgs),
+    /// Write text from a run's newest checkpoint.
+    Sample(sample::SampleArgs),
+    /// Measure this machine: the training step, optimizers, codecs.
+    Bench(bench::BenchArgs),
+    /// Print every config key with its type, default and meaning.
+    ConfigReference,
+}
+
+/// A config file and changes to it.
+#[derive(clap::Args)]
+pub struct ConfigArgs {
+    /// Config file.
+    config: PathBuf,
+    /// Overrides one key: `--set train.steps=100`. Wins over the file and the environment
+    /// (`TRAIN__TRAIN__STEPS=100`).
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    sets: Vec<String>,
+}
+
+/// Runs the chosen subcommand.
+///
+/// # Errors
+/// Whatever ended it; [`crate::Error::exit_status`] is the process's exit status.
+pub fn main(args: Args) -> Result<()> {
+    crate::metrics::logging::init(std::env::var("TRAIN_LOG").ok().as_deref())?;
+    match args.command {
+        Command::Run(args) => run::run(&args),
+        Command::Prepare(args) => prepare::prepare(&args),
+        Command::Sample(args) => sample::sample(&args),
+        Command::Bench(args) => bench::bench(&args),
+        Command::ConfigReference => {
+            print!("{}", crate::config::reference());
+            Ok(())
+        }
+    }
+}

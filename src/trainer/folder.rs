@@ -1,0 +1,99 @@
+//! The run folder: who may write into it, and what a run finds there.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::config::Plan;
+use crate::{Error, Result, durable};
+
+/// How a run begins.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Start {
+    /// From the newest checkpoint of the run folder, or from the beginning when there is none.
+    Resume,
+    /// From the beginning.
+    New {
+        /// Whether to delete an earlier run of the same name.
+        overwrite: bool,
+        /// Weights to start from instead of random ones.
+        weights: Option<PathBuf>,
+    },
+}
+
+/// `run.dir/run.name`.
+pub struct RunFolder {
+    path: PathBuf,
+}
+
+impl RunFolder {
+    /// The folder of `plan`, which nothing has touched yet. A new run never mixes with an earlier one.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when it holds a run and `start` says neither to resume nor to overwrite.
+    pub fn check(plan: &Plan, start: &Start) -> Result<Self> {
+        let folder = Self {
+            path: plan.run_dir.clone(),
+        };
+        let new = matches!(start, Start::New { overwrite: false, .. });
+        if new && folder.metrics().exists() {
+            return Err(Error::Config(format!(
+                "{} already holds a run: --resume continues it, --overwrite starts over, \
+                 --set run.name=NAME starts another",
+                folder.path.display()
+            )));
+        }
+        Ok(folder)
+    }
+
+    /// Makes the folder ready for the run: deletes an earlier one where `start` says so, and writes
+    /// the resolved config.
+    ///
+    /// # Errors
+    /// [`Error::Io`] naming the path.
+    pub fn create(&self, plan: &Plan, start: &Start) -> Result<()> {
+        if matches!(start, Start::New { overwrite: true, .. }) {
+            self.remove_run()?;
+        }
+        fs::create_dir_all(&self.path).map_err(Error::io(&self.path))?;
+        let text = plan.resolved_toml();
+        durable::write_file(&self.path.join("config.toml"), |out| {
+            std::io::Write::write_all(out, text.as_bytes())
+        })
+    }
+
+    /// Deletes what a run writes and nothing else a person may have put there.
+    fn remove_run(&self) -> Result<()> {
+        let files = ["metrics.jsonl", "train.log", "config.toml", "tokenizer.json"];
+        for path in files.map(|name| self.path.join(name)) {
+            if path.exists() {
+                fs::remove_file(&path).map_err(Error::io(&path))?;
+            }
+        }
+        for path in [self.tensorboard(), self.checkpoints()] {
+            if path.exists() {
+                fs::remove_dir_all(&path).map_err(Error::io(&path))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// `metrics.jsonl`.
+    pub fn metrics(&self) -> PathBuf {
+        self.path.join("metrics.jsonl")
+    }
+
+    /// `tensorboard/`.
+    pub fn tensorboard(&self) -> PathBuf {
+        self.path.join("tensorboard")
+    }
+
+    /// `checkpoints/`.
+    pub fn checkpoints(&self) -> PathBuf {
+        self.path.join("checkpoints")
+    }
+}

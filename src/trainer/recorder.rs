@@ -1,0 +1,124 @@
+//! Where the numbers of a run go: metrics.jsonl, TensorBoard, the terminal.
+
+use serde_json::json;
+
+use super::folder::RunFolder;
+use crate::Result;
+use crate::config::Plan;
+use crate::metrics::flops;
+use crate::metrics::jsonl::Jsonl;
+use crate::metrics::progress::Progress;
+use crate::metrics::tensorboard::TensorBoard;
+use crate::metrics::{EvalRecord, EventRecord, MemoryRecord, TrainRecord, memory};
+
+/// What the loop knows of a step.
+pub struct Step {
+    /// Index of the step, from 0.
+    pub step: u64,
+    /// Its learning rate.
+    pub lr: f32,
+    /// Mean loss over the global batch.
+    pub loss: f32,
+    /// Global gradient norm before clipping.
+    pub grad_norm: f32,
+    /// Wall time.
+    pub seconds: f64,
+    /// Bytes of optimizer state on this rank.
+    pub optimizer_state_bytes: usize,
+}
+
+/// Writes records of a run.
+pub struct Recorder {
+    jsonl: Jsonl,
+    tensorboard: Option<TensorBoard>,
+    progress: Progress,
+    log_every: u64,
+    num_steps: u64,
+    tokens_per_step: u64,
+    flops_per_step: f64,
+    peak_tflops: Option<f64>,
+}
+
+impl Recorder {
+    /// Opens the run's files; a run that goes on at `step` > 0 drops later records.
+    pub fn open(plan: &Plan, folder: &RunFolder, vocab_size: usize, step: u64) -> Result<Self> {
+        let raw = plan.raw();
+        let path = folder.path();
+        let shape = flops::Shape::new(&raw.model, vocab_size, plan.global_batch);
+        let resumed = step > 0;
+        Ok(Self {
+            jsonl: if resumed { Jsonl::resume(path, step)? } else { Jsonl::create(path)? },
+            tensorboard: match raw.metrics.tensorboard {
+                true => Some(TensorBoard::create(path, resumed.then_some(step))?),
+                false => None,
+            },
+            progress: Progress::new(raw.train.steps, step),
+            log_every: raw.metrics.log_every.max(1),
+            num_steps: raw.train.steps,
+            tokens_per_step: plan.tokens_per_step() as u64,
+            flops_per_step: shape.model_flops(),
+            peak_tflops: raw.hardware.peak_tflops,
+        })
+    }
+
+    /// Records a step where `metrics.log_every` asks for it, and the last one always.
+    pub fn train(&mut self, step: &Step) -> Result<()> {
+        let tflops = flops::tflops(self.flops_per_step, step.seconds);
+        let resident = memory::resident();
+        let record = TrainRecord {
+            step: step.step,
+            tokens: (step.step + 1) * self.tokens_per_step,
+            loss: step.loss,
+            lr: step.lr,
+            grad_norm: step.grad_norm,
+            step_ms: step.seconds * 1e3,
+            tokens_per_s: self.tokens_per_step as f64 / step.seconds,
+            tflops,
+            mfu: flops::mfu(tflops, self.peak_tflops),
+            flops_formula: flops::FORMULA,
+            memory: MemoryRecord {
+                rss_bytes: resident.now_bytes,
+                peak_rss_bytes: resident.peak_bytes,
+                optimizer_state_bytes: step.optimizer_state_bytes as u64,
+            },
+        };
+        let is_last = step.step + 1 == self.num_steps;
+        let odd = !step.loss.is_finite() || !step.grad_norm.is_finite();
+        if step.step.is_multiple_of(self.log_every) || is_last || odd {
+            self.jsonl.train(&record)?;
+            if let Some(tensorboard) = &mut self.tensorboard {
+                tensorboard.train(&record)?;
+            }
+            self.progress.step(&record);
+        }
+        Ok(())
+    }
+
+    /// Records an evaluation after `num_steps` steps.
+    pub fn eval(&mut self, num_steps: u64, val_loss: f64) -> Result<()> {
+        let record = EvalRecord {
+            step: num_steps.saturating_sub(1),
+            val_loss: val_loss as f32,
+        };
+        self.jsonl.eval(&record)?;
+        if let Some(tensorboard) = &mut self.tensorboard {
+            tensorboard.eval(&record)?;
+        }
+        tracing::info!("after {num_steps} steps: validation loss {val_loss:.4}");
+        Ok(())
+    }
+
+    /// Records something that happened at `step`.
+    pub fn event(&mut self, step: u64, event: &str, detail: &str) -> Result<()> {
+        self.jsonl.event(&EventRecord::new(step, event, json!({ "detail": detail })))
+    }
+
+    /// Brings everything to the disk.
+    pub fn finish(&mut self) -> Result<()> {
+        self.progress.finish();
+        match &mut self.tensorboard {
+            Some(tensorboard) => tensorboard.flush(),
+            None => Ok(()),
+        }
+    }
+}
