@@ -4,9 +4,11 @@
 //! L layers, W world size. `main.rs` parses the command line; everything else is here.
 
 pub mod comm; // collectives between ranks
+pub mod data; // text -> tokenizer -> token shards -> samples
 pub mod error; // every error, and the exit status it ends the process with
 pub mod optim; // optimizers, their f32 or 8-bit state, learning-rate schedules
 pub mod quant; // codecs: f32 values <-> bytes
+pub mod rng; // counter-based random numbers: f(seed, purpose, index)
 pub mod runtime; // compute threads: count, denormals
 
 pub use error::{Error, Result};
