@@ -5,6 +5,7 @@
 
 pub mod comm; // collectives between ranks
 pub mod data; // text -> tokenizer -> token shards -> samples
+mod durable; // files and folders that are complete or absent
 pub mod error; // every error, and the exit status it ends the process with
 pub mod model; // GPT as a list of units; knows nothing of ranks
 pub mod ops; // differentiable fused ops, each with a naive twin

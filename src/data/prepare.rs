@@ -18,7 +18,8 @@ use crate::data::config::{DataConfig, ShardsConfig};
 use crate::data::corpus::{Corpus, hex};
 use crate::data::shard::{self, Shard};
 use crate::data::tokenizer::{Tokenizer, TokenizerSpec};
-use crate::data::{durable, ngram};
+use crate::data::ngram;
+use crate::durable;
 use crate::{Error, Result};
 
 /// Part of the cache's name: raised when the same input would give other files.
@@ -64,6 +65,36 @@ pub struct Meta {
     pub bigram_nats: Option<f64>,
     /// SHA-256 of each file in the folder; empty for token files.
     pub files: BTreeMap<String, String>,
+}
+
+impl Dataset {
+    /// One line: sizes, and what a model has to beat.
+    pub fn describe(&self) -> String {
+        let Meta { train_tokens, val_tokens, num_files, num_bytes, .. } = &self.meta;
+        let source = match num_files {
+            0 => "token files".to_owned(),
+            n => format!("{n} files, {:.1} MB of text", *num_bytes as f64 / 1e6),
+        };
+        let baselines = match (self.meta.unigram_nats, self.meta.bigram_nats) {
+            (Some(unigram), Some(bigram)) => format!(
+                "; validation cross-entropy: unigram {unigram:.4}, bigram {bigram:.4} nats a token"
+            ),
+            _ => String::new(),
+        };
+        format!(
+            "{source}: {train_tokens} training and {val_tokens} validation tokens, vocabulary {}{baselines}",
+            self.vocab_size
+        )
+    }
+
+    /// How `val_loss` stands against the bigram model, for a closing line; empty when unknown.
+    pub fn compare_with_bigram(&self, val_loss: f64) -> String {
+        match self.meta.bigram_nats {
+            Some(bigram) if val_loss < bigram => format!(" (below the bigram model's {bigram:.4})"),
+            Some(bigram) => format!(" (the bigram model has {bigram:.4})"),
+            None => String::new(),
+        }
+    }
 }
 
 /// Makes the dataset that `[data]` describes, or reuses the prepared one; `progress` shows a bar

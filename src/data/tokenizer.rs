@@ -244,14 +244,22 @@ impl Tokenizer {
     /// [`Error::Io`].
     pub fn save(&self, folder: &Path) -> Result<PathBuf> {
         let path = folder.join(self.file_name());
+        self.save_as(&path)?;
+        Ok(path)
+    }
+
+    /// Writes the tokenizer as the file `path`, complete or not at all.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn save_as(&self, path: &Path) -> Result<()> {
         let json = match &self.0 {
             Kind::Bytes => serde_json::to_string(&Saved::Bytes(256)),
             Kind::Chars(t) => serde_json::to_string(&Saved::Chars(t.chars.iter().collect())),
             Kind::Subwords(t) => t.to_json(),
         }
         .map_err(|e| Error::Data(format!("{}: {e}", path.display())))?;
-        durable::write_file(&path, |out| out.write_all(json.as_bytes()))?;
-        Ok(path)
+        durable::write_file(path, |out| out.write_all(json.as_bytes()))
     }
 
     /// Reads a tokenizer: a tokenizer.json, or a file that [`Tokenizer::save`] wrote.

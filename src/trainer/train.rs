@@ -81,7 +81,7 @@ impl<'a> Trainer<'a> {
 
         folder.create(plan, start)?;
         if let Some(tokenizer) = &dataset.tokenizer {
-            tokenizer.save(folder.path())?;
+            tokenizer.save_as(&folder.path().join("tokenizer.json"))?;
         }
         logging::to_file(folder.path())?;
         let recorder = Recorder::open(plan, &folder, vocab_size, position.step)?;
