@@ -66,6 +66,9 @@ pub trait Optimizer: Send {
     /// All state, in segment order, for saving (read it) or loading (overwrite it). Never cast.
     fn state(&mut self) -> Vec<StateEntry<'_>>;
 
+    /// The runs of the shard, in order.
+    fn segments(&self) -> &[Segment];
+
     /// Bytes of state held.
     fn state_bytes(&self) -> usize;
 }
@@ -76,7 +79,10 @@ pub fn build(_: &OptimizerConfig, _: Vec<Segment>, _: usize) -> Result<Box<dyn O
     impl Optimizer for No {
         fn step(&mut self, _: &StepInputs, _: &mut [f32], _: &[f32]) -> Result<()> { Ok(()) }
         fn state(&mut self) -> Vec<StateEntry<'_>> { vec![] }
+        fn segments(&self) -> &[Segment] { &[] }
         fn state_bytes(&self) -> usize { 0 }
     }
     Ok(Box::new(No))
 }
+
+pub mod bench { pub fn optimizers(_: usize) -> Vec<u32> { vec![] } pub fn codecs(_: usize) -> Vec<u32> { vec![] } }
