@@ -5,6 +5,7 @@
 
 pub mod comm; // collectives between ranks
 pub mod error; // every error, and the exit status it ends the process with
+pub mod metrics; // FLOPs, metrics.jsonl, TensorBoard, progress, logs
 pub mod model; // GPT as a list of units; knows nothing of ranks
 pub mod ops; // differentiable fused ops, each with a naive twin
 pub mod optim; // optimizers, their f32 or 8-bit state, learning-rate schedules
