@@ -14,5 +14,6 @@ pub mod quant; // codecs: f32 values <-> bytes
 pub mod rng; // counter-based random numbers: f(seed, purpose, index)
 pub mod runtime; // compute threads: count, denormals
 pub mod simd; // instruction-set choice at run time
+pub mod trainer; // the training loop
 
 pub use error::{Error, Result};
