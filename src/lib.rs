@@ -4,6 +4,7 @@
 //! L layers, W world size. `main.rs` parses the command line; everything else is here.
 
 pub mod comm; // collectives between ranks
+pub mod config; // TOML, environment and --set -> validated plan
 pub mod data; // text -> token shards -> samples
 pub mod error; // every error, and the exit status it ends the process with
 pub mod metrics; // FLOPs, metrics.jsonl, TensorBoard, progress, logs
