@@ -79,7 +79,7 @@ fn model(raw: &RawConfig, found: &mut Findings) {
     );
     found.must(model.d_model >= 1, "model.d_model", model.d_model, positive);
     found.must(model.seq_len >= 1, "model.seq_len", model.seq_len, positive);
-    if model.num_heads >= 1 && model.d_model % model.num_heads != 0 {
+    if model.num_heads >= 1 && !model.d_model.is_multiple_of(model.num_heads) {
         found.0.push(format!(
             "model.num_heads = {} does not divide model.d_model = {}: every head needs the same \
              width",
@@ -107,7 +107,7 @@ fn model(raw: &RawConfig, found: &mut Findings) {
 fn optimizer(raw: &RawConfig, found: &mut Findings) {
     let optimizer = &raw.optimizer;
     let block = optimizer.block;
-    let ok = block >= 64 && 2048 % block == 0;
+    let ok = block >= 64 && 2048usize.is_multiple_of(block);
     found.must(
         ok,
         "optimizer.block",
