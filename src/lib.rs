@@ -8,5 +8,6 @@ pub mod error; // every error, and the exit status it ends the process with
 pub mod optim; // optimizers, their f32 or 8-bit state, learning-rate schedules
 pub mod quant; // codecs: f32 values <-> bytes
 pub mod runtime; // compute threads: count, denormals
+pub mod simd; // instruction-set choice at run time
 
 pub use error::{Error, Result};
