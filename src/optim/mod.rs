@@ -1,13 +1,18 @@
 //! Optimizers: each steps the shard of a unit that this rank owns.
 
+mod adamw;
+mod adamw_kernel;
+pub mod bench;
 mod config;
 pub mod lr;
+mod state;
 
 use std::ops::Range;
 
 use crate::Result;
 use crate::comm::Group;
 
+pub use adamw::AdamW;
 pub use config::{OptimizerConfig, OptimizerName, QuantMap, StateKind};
 
 /// A run of a shard that belongs to one parameter and is treated alike.
@@ -68,4 +73,18 @@ pub trait Optimizer: Send {
 
     /// Bytes of state held.
     fn state_bytes(&self) -> usize;
+}
+
+/// The configured optimizer, with zero state, for a shard of `shard_len` values.
+///
+/// `segments` lie in ascending order and do not overlap; values outside all of them are padding
+/// and are neither read nor written.
+pub fn build(
+    config: &OptimizerConfig,
+    segments: Vec<Segment>,
+    shard_len: usize,
+) -> Box<dyn Optimizer> {
+    match config.name {
+        OptimizerName::AdamW => Box::new(AdamW::new(config, segments, shard_len)),
+    }
 }
