@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use super::dropout::{DropoutAt, Mask};
 use super::gemm::{Mat, MatMut, gemm};
 use super::rows;
-use crate::simd::{Isa, LANES, exp, sum_lanes};
+use crate::simd::body::{Arithmetic, LANES, exp, sum_lanes};
 use crate::simd_kernel;
 
 /// Queries in a stripe: their scores against all earlier keys stay in cache.
@@ -98,7 +98,7 @@ impl Sizes {
 /// Turns scores into exp(scale (s - max)) and returns the row's (log-sum-exp, sum); keys after the
 /// query become 0. `row` has all keys of the stripe, the first `num_seen` of which count.
 #[inline(always)]
-fn softmax_row<I: Isa>(row: &mut [f32], num_seen: usize, scale: f32) -> (f32, f32) {
+fn softmax_row<I: Arithmetic>(row: &mut [f32], num_seen: usize, scale: f32) -> (f32, f32) {
     let (seen, unseen) = row.split_at_mut(num_seen);
     unseen.fill(0.0);
     let mut max = [f32::NEG_INFINITY; LANES];
@@ -130,7 +130,7 @@ fn softmax_row<I: Isa>(row: &mut [f32], num_seen: usize, scale: f32) -> (f32, f3
 
 /// Scores of a stripe to unnormalised probabilities; row i sees `first + i + 1` keys.
 #[inline(always)]
-fn softmax_stripe_body<I: Isa>(
+fn softmax_stripe_body<I: Arithmetic>(
     scores: &mut [f32],
     num_keys: usize,
     first: usize,
@@ -145,7 +145,7 @@ fn softmax_stripe_body<I: Isa>(
 
 /// Scores of a stripe to probabilities, given each row's log-sum-exp.
 #[inline(always)]
-fn probabilities_body<I: Isa>(
+fn probabilities_body<I: Arithmetic>(
     scores: &mut [f32],
     num_keys: usize,
     first: usize,
@@ -163,7 +163,7 @@ fn probabilities_body<I: Isa>(
 
 /// Gradient of the scores: `p (dp - delta) scale`, into `dp`.
 #[inline(always)]
-fn score_gradient_body<I: Isa>(
+fn score_gradient_body<I: Arithmetic>(
     p: &[f32],
     dp: &mut [f32],
     num_keys: usize,

@@ -4,7 +4,7 @@ use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
 
 use super::param::Param;
 use super::rows;
-use crate::simd::{Isa, exp};
+use crate::simd::body::{Arithmetic, exp};
 use crate::simd_kernel;
 
 /// `gelu(x + b)` with the tanh approximation: (.., D) to (.., D) with b (D) or none.
@@ -17,13 +17,13 @@ const TWO_SQRT_2_OVER_PI: f32 = 1.595_769_1;
 const CUBIC: f32 = 0.044_715;
 
 #[inline(always)]
-fn sigmoid_2u<I: Isa>(h: f32) -> f32 {
+fn sigmoid_2u<I: Arithmetic>(h: f32) -> f32 {
     let u2 = TWO_SQRT_2_OVER_PI * h * I::fma(CUBIC * h, h, 1.0);
     1.0 / (1.0 + exp::<I>(-u2))
 }
 
 #[inline(always)]
-fn forward_rows<I: Isa>(x: &[f32], b: &[f32], out: &mut [f32]) {
+fn forward_rows<I: Arithmetic>(x: &[f32], b: &[f32], out: &mut [f32]) {
     let n = b.len();
     for (x, out) in x.chunks_exact(n).zip(out.chunks_exact_mut(n)) {
         for i in 0..n {
@@ -35,7 +35,7 @@ fn forward_rows<I: Isa>(x: &[f32], b: &[f32], out: &mut [f32]) {
 
 /// Writes dx and adds the sum over rows of dx to `db`.
 #[inline(always)]
-fn backward_rows<I: Isa>(x: &[f32], b: &[f32], dy: &[f32], dx: &mut [f32], db: &mut [f32]) {
+fn backward_rows<I: Arithmetic>(x: &[f32], b: &[f32], dy: &[f32], dx: &mut [f32], db: &mut [f32]) {
     let n = b.len();
     let db = &mut db[..n];
     for ((x, dy), dx) in x
@@ -135,11 +135,11 @@ mod tests {
 
     #[test]
     fn stays_finite_far_from_zero() {
-        for &level in crate::simd::levels() {
+        for isa in crate::simd::Isa::supported() {
             let x = [-1e4, -40.0, 40.0, 1e4];
             let (mut out, mut dx, mut db) = ([0.0; 4], [0.0; 4], [0.0; 4]);
-            forward::at(level, &x, &[0.0; 4], &mut out);
-            backward::at(level, &x, &[0.0; 4], &[1.0; 4], &mut dx, &mut db);
+            forward::on(isa, &x, &[0.0; 4], &mut out);
+            backward::on(isa, &x, &[0.0; 4], &[1.0; 4], &mut dx, &mut db);
             for (got, want) in out
                 .iter()
                 .chain(&dx)
@@ -147,7 +147,7 @@ mod tests {
             {
                 assert!(
                     (got - want).abs() < 1e-20,
-                    "{level:?}: {got}, expected {want}"
+                    "{isa:?}: {got}, expected {want}"
                 );
             }
         }

@@ -4,7 +4,7 @@ use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
 
 use super::param::Param;
 use super::rows;
-use crate::simd::{Isa, LANES, sum_lanes};
+use crate::simd::body::{Arithmetic, LANES, sum_lanes};
 use crate::simd_kernel;
 
 /// Added to the variance, as GPT-2 does.
@@ -44,7 +44,7 @@ fn moments(x: &[f32]) -> (f32, f32) {
 }
 
 #[inline(always)]
-fn forward_rows<I: Isa>(x: &[f32], w: &[f32], b: Option<&[f32]>, out: &mut [f32]) {
+fn forward_rows<I: Arithmetic>(x: &[f32], w: &[f32], b: Option<&[f32]>, out: &mut [f32]) {
     let n = w.len();
     for (x, out) in x.chunks_exact(n).zip(out.chunks_exact_mut(n)) {
         let (mean, rstd) = moments(x);
@@ -65,7 +65,7 @@ fn forward_rows<I: Isa>(x: &[f32], w: &[f32], b: Option<&[f32]>, out: &mut [f32]
 
 /// Writes dx and adds to `sums`: dw (D), then db (D).
 #[inline(always)]
-fn backward_rows<I: Isa>(x: &[f32], w: &[f32], dy: &[f32], dx: &mut [f32], sums: &mut [f32]) {
+fn backward_rows<I: Arithmetic>(x: &[f32], w: &[f32], dy: &[f32], dx: &mut [f32], sums: &mut [f32]) {
     let n = w.len();
     let (dw, db) = sums.split_at_mut(n);
     let db = &mut db[..n];
@@ -171,22 +171,22 @@ mod tests {
     }
 
     #[test]
-    fn every_level_agrees_with_the_portable_one() {
+    fn every_set_agrees_with_the_portable_one() {
         let value = |i: usize| ((i * 29 % 31) as f32 - 15.0) / 7.0;
         let (w, x): (Vec<_>, Vec<_>) = (
             (0..53).map(value).collect(),
             (0..106).map(|i| value(i + 3)).collect(),
         );
-        let run = |level| {
+        let run = |isa| {
             let (mut out, mut dx, mut sums) = (vec![0.0; 106], vec![0.0; 106], vec![0.0; 106]);
-            forward::at(level, &x, &w, Some(&w), &mut out);
-            backward::at(level, &x, &w, &out, &mut dx, &mut sums);
+            forward::on(isa, &x, &w, Some(&w), &mut out);
+            backward::on(isa, &x, &w, &out, &mut dx, &mut sums);
             [out, dx, sums].concat()
         };
-        let portable = run(crate::simd::Level::Portable);
-        for &level in crate::simd::levels() {
-            for (a, b) in run(level).iter().zip(&portable) {
-                assert!((a - b).abs() < 1e-5 * (1.0 + b.abs()), "{level:?}: {a} {b}");
+        let portable = run(crate::simd::Isa::Portable);
+        for isa in crate::simd::Isa::supported() {
+            for (a, b) in run(isa).iter().zip(&portable) {
+                assert!((a - b).abs() < 1e-5 * (1.0 + b.abs()), "{isa:?}: {a} {b}");
             }
         }
     }

@@ -1,13 +1,18 @@
 //! Optimizers: each steps the shard of a unit that this rank owns.
 
+mod adamw;
+mod adamw_kernel;
+pub mod bench;
 mod config;
 pub mod lr;
+mod state;
 
 use std::ops::Range;
 
 use crate::Result;
 use crate::comm::Group;
 
+pub use adamw::AdamW;
 pub use config::{OptimizerConfig, OptimizerName, QuantMap, StateKind};
 
 /// A run of a shard that belongs to one parameter and is treated alike.
@@ -73,16 +78,16 @@ pub trait Optimizer: Send {
     fn state_bytes(&self) -> usize;
 }
 
-/// stub until merge
-pub fn build(_: &OptimizerConfig, _: Vec<Segment>, _: usize) -> Result<Box<dyn Optimizer>> {
-    struct No;
-    impl Optimizer for No {
-        fn step(&mut self, _: &StepInputs, _: &mut [f32], _: &[f32]) -> Result<()> { Ok(()) }
-        fn state(&mut self) -> Vec<StateEntry<'_>> { vec![] }
-        fn segments(&self) -> &[Segment] { &[] }
-        fn state_bytes(&self) -> usize { 0 }
+/// The configured optimizer, with zero state, for a shard of `shard_len` values.
+///
+/// `segments` lie in ascending order and do not overlap; values outside all of them are padding
+/// and are neither read nor written.
+pub fn build(
+    config: &OptimizerConfig,
+    segments: Vec<Segment>,
+    shard_len: usize,
+) -> Box<dyn Optimizer> {
+    match config.name {
+        OptimizerName::AdamW => Box::new(AdamW::new(config, segments, shard_len)),
     }
-    Ok(Box::new(No))
 }
-
-pub mod bench { pub fn optimizers(_: usize) -> Vec<u32> { vec![] } pub fn codecs(_: usize) -> Vec<u32> { vec![] } }

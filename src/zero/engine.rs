@@ -75,7 +75,7 @@ impl Engine {
             let segments = partition::segments(layout, &shard, options.min_8bit_size);
             optim::build(optimizer, segments, shard.len())
         };
-        let optimizers = model.units().iter().map(build).collect::<Result<_>>()?;
+        let optimizers = model.units().iter().map(build).collect();
         Ok(Self {
             model,
             optimizers,
@@ -256,5 +256,5 @@ fn sum_of_squares(values: &[f32]) -> f32 {
             *lane += v * v;
         }
     }
-    crate::simd::sum_lanes(lanes)
+    crate::simd::body::sum_lanes(lanes)
 }
