@@ -22,7 +22,9 @@ fn micro_batches(t: u64, sequences_each: usize) -> Vec<MicroBatch> {
     };
     let rows = |from: usize, shift: usize| {
         let sequences = from..from + sequences_each;
-        sequences.flat_map(move |b| (shift..SEQ_LEN + shift).map(move |s| token(b, s))).collect()
+        sequences
+            .flat_map(move |b| (shift..SEQ_LEN + shift).map(move |s| token(b, s)))
+            .collect()
     };
     (0..BATCH)
         .step_by(sequences_each)
@@ -62,7 +64,9 @@ fn engine(state: StateKind, recompute_blocks: bool) -> Engine {
 fn run(mut engine: Engine, sequences_each: usize) -> Vec<(f64, f64)> {
     let step = |t: u64| {
         let batches = micro_batches(t, sequences_each).into_iter();
-        let outcome = engine.train_step(t, 1e-3, BATCH * SEQ_LEN, batches).unwrap();
+        let outcome = engine
+            .train_step(t, 1e-3, BATCH * SEQ_LEN, batches)
+            .unwrap();
         (outcome.loss as f64, outcome.grad_norm as f64)
     };
     (0..50).map(step).collect()
@@ -71,17 +75,32 @@ fn run(mut engine: Engine, sequences_each: usize) -> Vec<(f64, f64)> {
 fn golden(key: &str) -> Vec<f64> {
     let text = std::fs::read_to_string("tests/golden/parity.json").unwrap();
     let json: serde_json::Value = serde_json::from_str(&text).unwrap();
-    json[key].as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect()
+    json[key]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|v| v.as_f64().unwrap())
+        .collect()
 }
 
 #[test]
 fn losses_agree_with_pytorch_over_50_steps() {
     let ours = run(engine(StateKind::F32, false), BATCH);
-    for (step, (ours, (loss, norm))) in
-        ours.iter().zip(golden("losses").iter().zip(golden("grad_norms"))).enumerate()
+    for (step, (ours, (loss, norm))) in ours
+        .iter()
+        .zip(golden("losses").iter().zip(golden("grad_norms")))
+        .enumerate()
     {
-        assert!((ours.0 / loss - 1.0).abs() < 1e-5, "step {step}: loss {} against {loss}", ours.0);
-        assert!((ours.1 / norm - 1.0).abs() < 1e-4, "step {step}: norm {} against {norm}", ours.1);
+        assert!(
+            (ours.0 / loss - 1.0).abs() < 1e-5,
+            "step {step}: loss {} against {loss}",
+            ours.0
+        );
+        assert!(
+            (ours.1 / norm - 1.0).abs() < 1e-4,
+            "step {step}: norm {} against {norm}",
+            ours.1
+        );
     }
 }
 
@@ -91,7 +110,12 @@ fn one_by_four_equals_four_by_one() {
     for sequences_each in [1, 2] {
         let parts = run(engine(StateKind::F32, false), sequences_each);
         for (step, (a, b)) in parts.iter().zip(&whole).take(20).enumerate() {
-            assert!((a.0 / b.0 - 1.0).abs() < 1e-5, "step {step}: {} against {}", a.0, b.0);
+            assert!(
+                (a.0 / b.0 - 1.0).abs() < 1e-5,
+                "step {step}: {} against {}",
+                a.0,
+                b.0
+            );
         }
     }
 }

@@ -107,7 +107,11 @@ impl Checkpoint {
         let path = self.path.join("optimizer.safetensors");
         with_tensors(&path, |tensors| {
             for (_, optimizer) in engine.optimizers() {
-                let names: Vec<String> = optimizer.segments().iter().map(|s| s.name.clone()).collect();
+                let names: Vec<String> = optimizer
+                    .segments()
+                    .iter()
+                    .map(|s| s.name.clone())
+                    .collect();
                 for entry in optimizer.state() {
                     let name = format!("{}/{}", names[entry.segment], entry.name);
                     let (dtype, len) = match &entry.values {

@@ -43,7 +43,7 @@ pub struct FileEntry {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
-    /// [`FORMAT_VERSION`] of the writer.
+    /// The `FORMAT_VERSION` of the writer.
     pub format_version: u32,
     /// Where the run stood.
     pub position: Position,

@@ -45,7 +45,12 @@ impl View for Bytes<'_> {
 ///
 /// # Errors
 /// [`Error::Io`] naming the path; a checkpoint that fails leaves the earlier ones untouched.
-pub fn save(root: &Path, engine: &mut Engine, mut manifest: Manifest, keep: usize) -> Result<PathBuf> {
+pub fn save(
+    root: &Path,
+    engine: &mut Engine,
+    mut manifest: Manifest,
+    keep: usize,
+) -> Result<PathBuf> {
     let name = format!("step_{:08}", manifest.position.step);
     let temporary = root.join(format!(".{name}.tmp-{}", std::process::id()));
     fs::create_dir_all(root).map_err(Error::io(root))?;
@@ -114,7 +119,11 @@ fn write_tensors(folder: &Path, engine: &mut Engine) -> Result<Vec<FileEntry>> {
     write_file(folder, "optimizer.safetensors", |file| {
         let mut views = Vec::new();
         for (_, optimizer) in engine.optimizers() {
-            let names: Vec<String> = optimizer.segments().iter().map(|s| s.name.clone()).collect();
+            let names: Vec<String> = optimizer
+                .segments()
+                .iter()
+                .map(|s| s.name.clone())
+                .collect();
             for entry in optimizer.state() {
                 let (dtype, bytes): (Dtype, &[u8]) = match entry.values {
                     StateSlice::F32(values) => (Dtype::F32, bytemuck::cast_slice(values)),

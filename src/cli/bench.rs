@@ -28,6 +28,10 @@ enum What {
         /// L,D,H,S,B,V: layers, width, heads, sequence, batch, vocabulary. May be repeated.
         #[arg(long, value_name = "L,D,H,S,B,V")]
         shape: Vec<String>,
+        /// Embeddings from N(0, 1), as torch and candle start them by default: a saturated softmax
+        /// and a backward pass full of denormals.
+        #[arg(long)]
+        unit_normal_embedding: bool,
         /// Steps to time, of which the median counts; two more warm up.
         #[arg(long, default_value_t = 8)]
         steps: usize,
@@ -65,24 +69,44 @@ struct Common {
 /// Runs a benchmark and prints its rows.
 pub fn bench(args: &BenchArgs) -> Result<()> {
     let common = match &args.what {
-        What::Step { common, .. } | What::Optimizer { common, .. } | What::Quantize { common, .. } => common,
+        What::Step { common, .. }
+        | What::Optimizer { common, .. }
+        | What::Quantize { common, .. } => common,
     };
     let threads = common.threads.unwrap_or_else(runtime::num_cores);
     runtime::start_workers(threads)?;
     match &args.what {
-        What::Step { shape, steps, .. } => {
-            let shapes = match shape.as_slice() {
+        What::Step {
+            shape,
+            unit_normal_embedding,
+            steps,
+            ..
+        } => {
+            let mut shapes = match shape.as_slice() {
                 [] => DEFAULT_SHAPES.to_vec(),
-                given => given.iter().map(|s| Shape::parse(s)).collect::<Result<_>>()?,
+                given => given
+                    .iter()
+                    .map(|s| Shape::parse(s))
+                    .collect::<Result<_>>()?,
             };
-            print(common.json, shapes.iter().map(|shape| bench_step(shape, *steps, threads)))
+            for shape in &mut shapes {
+                shape.unit_normal_embedding |= unit_normal_embedding;
+            }
+            print(
+                common.json,
+                shapes
+                    .iter()
+                    .map(|shape| bench_step(shape, *steps, threads)),
+            )
         }
-        What::Optimizer { log2_n, .. } => {
-            print(common.json, optim::bench::optimizers(1 << log2_n).into_iter().map(Ok))
-        }
-        What::Quantize { log2_n, .. } => {
-            print(common.json, optim::bench::codecs(1 << log2_n).into_iter().map(Ok))
-        }
+        What::Optimizer { log2_n, .. } => print(
+            common.json,
+            optim::bench::optimizers(1 << log2_n).into_iter().map(Ok),
+        ),
+        What::Quantize { log2_n, .. } => print(
+            common.json,
+            optim::bench::codecs(1 << log2_n).into_iter().map(Ok),
+        ),
     }
 }
 
@@ -111,8 +135,6 @@ struct Shape {
     seq_len: usize,
     micro_batch: usize,
     vocab_size: usize,
-    /// N(0, 1) embeddings, as torch and candle start them: a saturated softmax and a backward pass
-    /// full of denormals.
     unit_normal_embedding: bool,
 }
 
@@ -245,7 +267,9 @@ fn bench_step(shape: &Shape, num_steps: usize, threads: usize) -> Result<StepRow
         gflops: flops / step_ms / 1e6,
         gemm_limit_gflops: gemm_before.max(gemm_limit(threads)),
         flops_formula: flops::FORMULA,
-        peak_rss_mib: memory::resident().peak_bytes.map(|bytes| bytes as f64 / (1 << 20) as f64),
+        peak_rss_mib: memory::resident()
+            .peak_bytes
+            .map(|bytes| bytes as f64 / (1 << 20) as f64),
     })
 }
 

@@ -59,7 +59,9 @@ pub fn sample(args: &SampleArgs) -> Result<()> {
 
     let mut tokens = tokenizer.encode(&args.prompt)?;
     if tokens.is_empty() {
-        return Err(Error::Config("--prompt: give at least one character".into()));
+        return Err(Error::Config(
+            "--prompt: give at least one character".into(),
+        ));
     }
     let out = &mut std::io::stdout().lock();
     let print = |out: &mut std::io::StdoutLock, text: &str| {
@@ -72,7 +74,10 @@ pub fn sample(args: &SampleArgs) -> Result<()> {
     for i in 0..args.tokens {
         let context = &tokens[tokens.len().saturating_sub(model.seq_len())..];
         let input = Tensor::from_slice(context, (1, context.len()), &Device::Cpu)?;
-        let logits = model.infer(&input, &Pass::default())?.squeeze(0)?.to_vec1::<f32>()?;
+        let logits = model
+            .infer(&input, &Pass::default())?
+            .squeeze(0)?
+            .to_vec1::<f32>()?;
         let logits = &logits[..tokenizer.vocab_size().min(logits.len())];
         let draw = rng::uniform(args.seed, Purpose::Text, i as u64);
         tokens.push(choose(logits, args.temperature, args.top_k, draw));

@@ -16,10 +16,11 @@ use sha2::{Digest, Sha256};
 
 use crate::data::config::{DataConfig, ShardsConfig};
 use crate::data::corpus::{Corpus, hex};
+use crate::data::ngram;
 use crate::data::shard::{self, Shard};
 use crate::data::tokenizer::{Tokenizer, TokenizerSpec};
-use crate::data::ngram;
 use crate::durable;
+use crate::metrics::progress::bars;
 use crate::{Error, Result};
 
 /// Part of the cache's name: raised when the same input would give other files.
@@ -70,7 +71,13 @@ pub struct Meta {
 impl Dataset {
     /// One line: sizes, and what a model has to beat.
     pub fn describe(&self) -> String {
-        let Meta { train_tokens, val_tokens, num_files, num_bytes, .. } = &self.meta;
+        let Meta {
+            train_tokens,
+            val_tokens,
+            num_files,
+            num_bytes,
+            ..
+        } = &self.meta;
         let source = match num_files {
             0 => "token files".to_owned(),
             n => format!("{n} files, {:.1} MB of text", *num_bytes as f64 / 1e6),
@@ -193,6 +200,11 @@ fn build(
     folder: &Path,
     progress: bool,
 ) -> Result<()> {
+    tracing::info!(
+        "preparing {:.1} MB of text with tokenizer {:?}",
+        corpus.num_bytes as f64 / 1e6,
+        config.tokenizer
+    );
     let bar = progress_bar(corpus.num_bytes, progress);
     bar.set_message("tokenizer");
     let texts = || corpus.documents.iter().map(|d| d.text.as_str());
@@ -365,7 +377,7 @@ fn progress_bar(num_bytes: u64, progress: bool) -> ProgressBar {
     if !progress {
         return ProgressBar::hidden();
     }
-    let bar = ProgressBar::new(num_bytes);
+    let bar = bars().add(ProgressBar::new(num_bytes));
     let style = ProgressStyle::with_template(
         "prepare {msg:<9} [{bar:30}] {bytes}/{total_bytes} {elapsed_precise}",
     );

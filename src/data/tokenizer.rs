@@ -10,8 +10,8 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use crate::data::corpus::Document;
-use crate::durable;
 use crate::data::subword::Subwords;
+use crate::durable;
 use crate::{Error, Result};
 
 /// Text is trained on and encoded in pieces of about this many bytes: enough work for a thread, and

@@ -176,7 +176,8 @@ fn score_gradient_body<I: Arithmetic>(
         .zip(delta)
     {
         for (dp, p) in dp.iter_mut().zip(p) {
-            *dp = p * (*dp - delta) * scale;
+            let scaled = p * scale;
+            *dp = I::fma(scaled, *dp, -scaled * delta);
         }
     }
 }

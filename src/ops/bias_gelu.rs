@@ -13,7 +13,7 @@ use crate::simd_kernel;
 /// one exponential.
 pub struct BiasGelu(pub Option<Param>);
 
-const TWO_SQRT_2_OVER_PI: f32 = 1.595_769_1;
+const TWO_SQRT_2_OVER_PI: f32 = 1.595_769_2;
 const CUBIC: f32 = 0.044_715;
 
 #[inline(always)]

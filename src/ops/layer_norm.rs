@@ -65,7 +65,13 @@ fn forward_rows<I: Arithmetic>(x: &[f32], w: &[f32], b: Option<&[f32]>, out: &mu
 
 /// Writes dx and adds to `sums`: dw (D), then db (D).
 #[inline(always)]
-fn backward_rows<I: Arithmetic>(x: &[f32], w: &[f32], dy: &[f32], dx: &mut [f32], sums: &mut [f32]) {
+fn backward_rows<I: Arithmetic>(
+    x: &[f32],
+    w: &[f32],
+    dy: &[f32],
+    dx: &mut [f32],
+    sums: &mut [f32],
+) {
     let n = w.len();
     let (dw, db) = sums.split_at_mut(n);
     let db = &mut db[..n];

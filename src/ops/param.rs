@@ -339,10 +339,10 @@ mod tests {
         fn every_element_has_one_place(lens in prop::collection::vec(1usize..20_000, 1..12)) {
             let layout = UnitLayout::new(lens.iter().enumerate().map(|(i, &n)| spec(i, n)).collect());
             let mut owner = vec![None; layout.num_elements];
-            for i in 0..lens.len() {
+            for (i, &len) in lens.iter().enumerate() {
                 let range = layout.range(i);
-                prop_assert!(lens[i] < PLAIN_BELOW || range.start % ALIGN == 0);
-                prop_assert_eq!(lens[i] < PLAIN_BELOW, range.start >= layout.plain_start);
+                prop_assert!(len < PLAIN_BELOW || range.start.is_multiple_of(ALIGN));
+                prop_assert_eq!(len < PLAIN_BELOW, range.start >= layout.plain_start);
                 for slot in &mut owner[range] {
                     prop_assert!(slot.replace(i).is_none());
                 }

@@ -134,10 +134,7 @@ mod tests {
             exp_slice::on(isa, &mut ys);
             for (&x, &y) in xs.iter().zip(&ys) {
                 let exact = (x as f64).exp();
-                assert!(
-                    ((y as f64 - exact) / exact).abs() < 4e-7,
-                    "{isa:?} {x} {y}"
-                );
+                assert!(((y as f64 - exact) / exact).abs() < 4e-7, "{isa:?} {x} {y}");
             }
             exp_slice(&mut xs.clone());
             let mut edge = [f32::NEG_INFINITY, -1000.0, f32::NAN, 0.0];

@@ -117,4 +117,3 @@ macro_rules! lanes_kernel {
     };
 }
 pub(crate) use lanes_kernel;
-

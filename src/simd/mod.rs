@@ -1,7 +1,7 @@
 //! Instruction sets, chosen at run time, and the two ways kernels are written for them.
 //!
-//! Most kernels are a plain loop that the compiler vectorises for each set ([`body`]); those that
-//! work in registers on packed codes spell the instructions out ([`lanes`]). Either way there is
+//! Most kernels are a plain loop that the compiler vectorises for each set (`body`); those that
+//! work in registers on packed codes spell the instructions out (`lanes`). Either way there is
 //! one generic body, the best set this CPU has is picked at run time, and tests run every set.
 
 #[cfg(target_arch = "x86_64")]

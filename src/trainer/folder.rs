@@ -34,7 +34,13 @@ impl RunFolder {
         let folder = Self {
             path: plan.run_dir.clone(),
         };
-        let new = matches!(start, Start::New { overwrite: false, .. });
+        let new = matches!(
+            start,
+            Start::New {
+                overwrite: false,
+                ..
+            }
+        );
         if new && folder.metrics().exists() {
             return Err(Error::Config(format!(
                 "{} already holds a run: --resume continues it, --overwrite starts over, \
@@ -51,7 +57,13 @@ impl RunFolder {
     /// # Errors
     /// [`Error::Io`] naming the path.
     pub fn create(&self, plan: &Plan, start: &Start) -> Result<()> {
-        if matches!(start, Start::New { overwrite: true, .. }) {
+        if matches!(
+            start,
+            Start::New {
+                overwrite: true,
+                ..
+            }
+        ) {
             self.remove_run()?;
         }
         fs::create_dir_all(&self.path).map_err(Error::io(&self.path))?;
@@ -63,7 +75,12 @@ impl RunFolder {
 
     /// Deletes what a run writes and nothing else a person may have put there.
     fn remove_run(&self) -> Result<()> {
-        let files = ["metrics.jsonl", "train.log", "config.toml", "tokenizer.json"];
+        let files = [
+            "metrics.jsonl",
+            "train.log",
+            "config.toml",
+            "tokenizer.json",
+        ];
         for path in files.map(|name| self.path.join(name)) {
             if path.exists() {
                 fs::remove_file(&path).map_err(Error::io(&path))?;

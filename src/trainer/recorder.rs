@@ -47,7 +47,11 @@ impl Recorder {
         let shape = flops::Shape::new(&raw.model, vocab_size, plan.global_batch);
         let resumed = step > 0;
         Ok(Self {
-            jsonl: if resumed { Jsonl::resume(path, step)? } else { Jsonl::create(path)? },
+            jsonl: if resumed {
+                Jsonl::resume(path, step)?
+            } else {
+                Jsonl::create(path)?
+            },
             tensorboard: match raw.metrics.tensorboard {
                 true => Some(TensorBoard::create(path, resumed.then_some(step))?),
                 false => None,
@@ -110,7 +114,8 @@ impl Recorder {
 
     /// Records something that happened at `step`.
     pub fn event(&mut self, step: u64, event: &str, detail: &str) -> Result<()> {
-        self.jsonl.event(&EventRecord::new(step, event, json!({ "detail": detail })))
+        self.jsonl
+            .event(&EventRecord::new(step, event, json!({ "detail": detail })))
     }
 
     /// Brings everything to the disk.

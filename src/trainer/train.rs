@@ -43,12 +43,7 @@ struct Trainer<'a> {
 }
 
 impl<'a> Trainer<'a> {
-    fn new(
-        plan: &'a Plan,
-        dataset: &'a Dataset,
-        folder: RunFolder,
-        start: &Start,
-    ) -> Result<Self> {
+    fn new(plan: &'a Plan, dataset: &'a Dataset, folder: RunFolder, start: &Start) -> Result<Self> {
         let raw = plan.raw();
         let vocab_size = plan.check_vocab(dataset.vocab_size)?;
         let seq_len = raw.model.seq_len;
@@ -57,7 +52,11 @@ impl<'a> Trainer<'a> {
 
         let model = Gpt::new(&raw.model, vocab_size);
         model.initialize(raw.run.seed)?;
-        if let Start::New { weights: Some(path), .. } = start {
+        if let Start::New {
+            weights: Some(path),
+            ..
+        } = start
+        {
             checkpoint::load_weights(path, &model)?;
         }
         let options = EngineOptions {
@@ -86,8 +85,12 @@ impl<'a> Trainer<'a> {
         logging::to_file(folder.path())?;
         let recorder = Recorder::open(plan, &folder, vocab_size, position.step)?;
         match resumed {
-            Some(path) => tracing::info!("resuming at step {} from {}", position.step, path.display()),
-            None if *start == Start::Resume => tracing::info!("no checkpoint yet: starting at step 0"),
+            Some(path) => {
+                tracing::info!("resuming at step {} from {}", position.step, path.display())
+            }
+            None if *start == Start::Resume => {
+                tracing::info!("no checkpoint yet: starting at step 0")
+            }
             None => {}
         }
         tracing::info!(
@@ -129,7 +132,8 @@ impl<'a> Trainer<'a> {
             }
             if interrupt.requested() && step < num_steps {
                 self.save()?;
-                self.recorder.event(step, "interrupted", "stopped by a signal")?;
+                self.recorder
+                    .event(step, "interrupted", "stopped by a signal")?;
                 tracing::warn!("stopped at step {step} of {num_steps}: --resume goes on");
                 return self.recorder.finish();
             }
@@ -194,8 +198,12 @@ impl<'a> Trainer<'a> {
             NonFinite::Skip => {
                 self.position.num_skipped += 1;
                 let skips = self.position.num_skipped;
-                (skips > train.max_skips)
-                    .then(|| format!("{skips} steps skipped, train.max_skips = {}", train.max_skips))
+                (skips > train.max_skips).then(|| {
+                    format!(
+                        "{skips} steps skipped, train.max_skips = {}",
+                        train.max_skips
+                    )
+                })
             }
         };
         match stop {
@@ -249,7 +257,12 @@ impl<'a> Trainer<'a> {
 }
 
 /// A resumed run is the run that never stopped, so what defines it must be the same.
-fn check_same_run(found: &Checkpoint, plan: &Plan, vocab_size: usize, dataset: &Dataset) -> Result<()> {
+fn check_same_run(
+    found: &Checkpoint,
+    plan: &Plan,
+    vocab_size: usize,
+    dataset: &Dataset,
+) -> Result<()> {
     let raw = plan.raw();
     let now = Manifest::new(found.manifest.position, raw, vocab_size, &dataset.meta.hash);
     match found.manifest.first_difference(&now) {

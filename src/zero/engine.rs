@@ -91,7 +91,9 @@ impl Engine {
     }
 
     /// The units' optimizers with their units, to save or to load.
-    pub fn optimizers(&mut self) -> impl Iterator<Item = (&Arc<dyn Unit>, &mut Box<dyn Optimizer>)> {
+    pub fn optimizers(
+        &mut self,
+    ) -> impl Iterator<Item = (&Arc<dyn Unit>, &mut Box<dyn Optimizer>)> {
         self.model.units().iter().zip(&mut self.optimizers)
     }
 
@@ -146,7 +148,11 @@ impl Engine {
         }
         let clip = self.options.grad_clip;
         // As torch does: max / (norm + 1e-6), never above 1.
-        let grad_scale = if clip > 0.0 { (clip / (grad_norm + 1e-6)).min(1.0) } else { 1.0 };
+        let grad_scale = if clip > 0.0 {
+            (clip / (grad_norm + 1e-6)).min(1.0)
+        } else {
+            1.0
+        };
         self.num_updates += 1;
         let inputs = StepInputs {
             update: self.num_updates,
@@ -155,9 +161,8 @@ impl Engine {
             group: &*self.group,
         };
         for (unit, optimizer) in self.model.units().iter().zip(&mut self.optimizers) {
-            unit.buffer().with_step(|weights, grads| {
-                Ok(optimizer.step(&inputs, weights, grads))
-            })??;
+            unit.buffer()
+                .with_step(|weights, grads| Ok(optimizer.step(&inputs, weights, grads)))??;
         }
         Ok(outcome)
     }
@@ -207,7 +212,11 @@ impl Engine {
         for unit in self.model.units() {
             sum += unit.buffer().with_grads(|grads| {
                 let partial = |block: &[f32]| sum_of_squares(block) as f64;
-                let partials: Vec<f64> = grads.par_chunks(ALIGN).with_min_len(16).map(partial).collect();
+                let partials: Vec<f64> = grads
+                    .par_chunks(ALIGN)
+                    .with_min_len(16)
+                    .map(partial)
+                    .collect();
                 Ok(partials.iter().sum::<f64>())
             })?;
         }
