@@ -4,8 +4,8 @@
 //! The arithmetic is [`Update::one`]'s, rounding by rounding, on every instruction set.
 
 use crate::quant::DynamicMap;
-use crate::quant::dynamic_kernel::{MAX_BLOCK, decode_vectors, encode_block};
-use crate::quant::dynamic_naive::encode_block_naive;
+use crate::quant::dynamic_kernel::{decode_vectors, encode_block};
+use crate::quant::dynamic_naive::{BlockBuffer, MAX_BLOCK, encode_block_naive};
 use crate::simd::{Lanes, simd_kernel};
 
 /// The constants of one step.
@@ -176,7 +176,9 @@ unsafe fn update_8bit_body<L: Lanes>(
     assert!(g.len() == n && m_codes.len() == n && v_codes.len() == n && block <= MAX_BLOCK);
     assert!(m_scales.len() == n.div_ceil(block) && v_scales.len() == m_scales.len());
     let (m_map, v_map) = (DynamicMap::signed(), DynamicMap::unsigned());
-    let (mut m_new, mut v_new) = ([0.0f32; MAX_BLOCK], [0.0f32; MAX_BLOCK]);
+    let mut m_new = BlockBuffer([0.0; MAX_BLOCK]);
+    let mut v_new = BlockBuffer([0.0; MAX_BLOCK]);
+    let (m_new, v_new) = (&mut m_new.0, &mut v_new.0);
     // SAFETY: this function's contract.
     let lanewise = unsafe { Lanewise::<L>::new(update) };
     for (b, start) in (0..n).step_by(block).enumerate() {

@@ -4,10 +4,9 @@
 //! Results equal the readable twins in `dynamic_naive.rs` bit for bit, on every instruction set.
 
 use super::dynamic_map::{BOUNDARY_MARGIN, DynamicMap};
-pub(crate) use super::dynamic_naive::MAX_BLOCK;
 use super::dynamic_naive::{
-    BlockScale, decode_block_naive, decode_blocks_naive, encode_blocks_naive, encode_value_naive,
-    encode_values_naive,
+    BlockBuffer, BlockScale, MAX_BLOCK, decode_block_naive, decode_blocks_naive,
+    encode_blocks_naive, encode_value_naive, encode_values_naive,
 };
 use crate::simd::{Lanes, simd_kernel};
 
@@ -92,8 +91,8 @@ pub(crate) unsafe fn encode_block<L: Lanes, const SIGNED: bool, const KEEP_NONZE
         BlockScale::Normal(s) if s < 1.0 => {
             // The same quotients, from values moved up by a power of two.
             const UP: f32 = (1u128 << 100) as f32;
-            let mut moved = [0.0; MAX_BLOCK];
-            let moved = &mut moved[..x.len()];
+            let mut moved = BlockBuffer([0.0; MAX_BLOCK]);
+            let moved = &mut moved.0[..x.len()];
             for (to, from) in moved.iter_mut().zip(x) {
                 *to = from * UP;
             }
@@ -290,19 +289,22 @@ unsafe fn decode_values<L: Lanes, const SIGNED: bool, const ACCUMULATE: bool>(
     assert!(x.len() == codes.len() && scales.len() == x.len().div_ceil(block));
     let blocks = x.chunks_mut(block).zip(codes.chunks(block));
     for ((x, codes), &scale) in blocks.zip(scales) {
-        let mut x = x.chunks_exact_mut(L::N);
-        let mut codes = codes.chunks_exact(L::N);
+        let mut x = x.chunks_exact_mut(4 * L::N);
+        let mut codes = codes.chunks_exact(4 * L::N);
         for (x, codes) in (&mut x).zip(&mut codes) {
-            // SAFETY: both chunks hold N values; the rest is this function's own contract.
+            // SAFETY: both chunks hold 4 N values; the rest is this function's own contract.
             unsafe {
-                let [value] = decode_vectors::<L, SIGNED, 1>(map, codes.as_ptr());
-                let value = L::mul(value, L::splat(scale));
-                let value = if ACCUMULATE {
-                    L::add(L::load(x.as_ptr()), value)
-                } else {
-                    value
-                };
-                L::store(x.as_mut_ptr(), value);
+                let values = decode_vectors::<L, SIGNED, 4>(map, codes.as_ptr());
+                for (k, value) in values.into_iter().enumerate() {
+                    let to = x.as_mut_ptr().add(k * L::N);
+                    let value = L::mul(value, L::splat(scale));
+                    let value = if ACCUMULATE {
+                        L::add(L::load(to), value)
+                    } else {
+                        value
+                    };
+                    L::store(to, value);
+                }
             }
         }
         decode_block_naive(
@@ -340,15 +342,20 @@ pub(crate) unsafe fn decode_vectors<L: Lanes, const SIGNED: bool, const V: usize
                 number[k] = L::to_f32(codes);
             }
         }
+        // The leading bit is the exponent and names the decade; below it is the place in it.
+        let mut bits = [L::splat_i(0); V];
         for k in 0..V {
-            // The leading bit is the exponent and names the decade; below it is the place in it.
-            let number_up = L::add(number[k], L::splat(if SIGNED { 0.5 } else { 1.0 }));
-            let bits = L::bits(number_up);
-            let leading = L::from_bits(L::and(bits, L::splat_i(0x7f80_0000)));
-            let place = L::sub(number_up, leading);
-            let decade = L::shift_right::<23>(bits);
-            let start = L::look_up(&tables.start, decade);
-            values[k] = L::fma(place, L::look_up(&tables.slope, decade), start);
+            let up = L::splat(if SIGNED { 0.5 } else { 1.0 });
+            bits[k] = L::bits(L::add(number[k], up));
+        }
+        for k in 0..V {
+            let leading = L::and(bits[k], L::splat_i(0x7f80_0000));
+            values[k] = L::sub(L::from_bits(bits[k]), L::from_bits(leading));
+            bits[k] = L::shift_right::<23>(bits[k]);
+        }
+        for k in 0..V {
+            let start = L::look_up(&tables.start, bits[k]);
+            values[k] = L::fma(values[k], L::look_up(&tables.slope, bits[k]), start);
         }
         for k in 0..V {
             values[k] = if SIGNED {

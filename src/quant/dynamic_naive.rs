@@ -6,6 +6,11 @@ use super::DynamicMap;
 /// Largest block.
 pub(crate) const MAX_BLOCK: usize = 2048;
 
+/// Room for a block. Its alignment makes the compiler align a kernel's whole stack frame: without,
+/// half of the vectors that it spills straddle cache lines.
+#[repr(align(64))]
+pub(crate) struct BlockBuffer(pub [f32; MAX_BLOCK]);
+
 /// What a block's largest magnitude, given by its bits, makes of the block.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum BlockScale {
