@@ -57,14 +57,6 @@ unsafe impl Lanes for Avx512 {
         unsafe { _mm512_fnmadd_ps(a, b, c) }
     }
     #[inline(always)]
-    unsafe fn min(a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_min_ps(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn positive_part(a: __m512) -> __m512 {
-        unsafe { _mm512_max_ps(a, _mm512_setzero_ps()) }
-    }
-    #[inline(always)]
     unsafe fn bits(a: __m512) -> __m512i {
         unsafe { _mm512_castps_si512(a) }
     }
@@ -114,15 +106,20 @@ unsafe impl Lanes for Avx512 {
         unsafe { _mm512_reduce_max_epu32(a) }
     }
     #[inline(always)]
-    unsafe fn less_one_where_lt(i: __m512i, a: __m512, b: __m512) -> __m512i {
-        unsafe {
-            let lt = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b);
-            _mm512_mask_sub_epi32(i, lt, i, _mm512_set1_epi32(1))
-        }
+    unsafe fn min_i32(a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_min_epi32(a, b) }
     }
     #[inline(always)]
-    unsafe fn zero_where_lt(a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_NLT_UQ>(a, b), a) }
+    unsafe fn max_i32(a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_max_epi32(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn less_one_where_lt(i: __m512i, a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_mask_sub_epi32(i, _mm512_cmplt_epi32_mask(a, b), i, _mm512_set1_epi32(1)) }
+    }
+    #[inline(always)]
+    unsafe fn zero_where_lt(a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_maskz_mov_epi32(_mm512_cmpge_epi32_mask(a, b), a) }
     }
     #[inline(always)]
     unsafe fn look_up(table: &[f32; 16], i: __m512i) -> __m512 {
