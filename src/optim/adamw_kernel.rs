@@ -171,7 +171,7 @@ unsafe fn update_8bit_body<L: Lanes>(
     v_scales: &mut [f32],
 ) {
     // Vectors worked on step by step together, so that their chains overlap.
-    const V: usize = 2;
+    const V: usize = 4;
     let n = p.len();
     assert!(g.len() == n && m_codes.len() == n && v_codes.len() == n && block <= MAX_BLOCK);
     assert!(m_scales.len() == n.div_ceil(block) && v_scales.len() == m_scales.len());
@@ -195,22 +195,9 @@ unsafe fn update_8bit_body<L: Lanes>(
             let (mut m_max, mut v_max) = (L::splat_i(0), L::splat_i(0));
             let (m_by, v_by) = (L::splat(m_scale), L::splat(v_scale));
             let mut i = 0;
-            let (mut m_next, mut v_next) = ([L::splat(0.0); V], [L::splat(0.0); V]);
-            if whole > 0 {
-                m_next = decode_vectors::<L, true, V>(m_map, m_codes.as_ptr());
-                v_next = decode_vectors::<L, false, V>(v_map, v_codes.as_ptr());
-            }
             while i < whole {
-                let (mut m, mut v) = (m_next, v_next);
-                // The next vectors are decoded ahead: decoding and updating are long chains, and a
-                // core sees only so far. (The last time round decodes the first ones again.)
-                let ahead = if i + V * L::N < whole {
-                    i + V * L::N
-                } else {
-                    0
-                };
-                m_next = decode_vectors::<L, true, V>(m_map, m_codes.as_ptr().add(ahead));
-                v_next = decode_vectors::<L, false, V>(v_map, v_codes.as_ptr().add(ahead));
+                let mut m = decode_vectors::<L, true, V>(m_map, m_codes.as_ptr().add(i));
+                let mut v = decode_vectors::<L, false, V>(v_map, v_codes.as_ptr().add(i));
                 for k in 0..V {
                     let at = i + k * L::N;
                     let pp = p.as_mut_ptr().add(at);
