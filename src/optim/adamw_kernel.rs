@@ -170,7 +170,7 @@ unsafe fn update_8bit_body<L: Lanes>(
     v_codes: &mut [u8],
     v_scales: &mut [f32],
 ) {
-    // Vectors worked on step by step together, so that their chains overlap.
+    // Vectors decoded step by step together, so that their chains overlap.
     const V: usize = 4;
     let n = p.len();
     assert!(g.len() == n && m_codes.len() == n && v_codes.len() == n && block <= MAX_BLOCK);
@@ -194,29 +194,38 @@ unsafe fn update_8bit_body<L: Lanes>(
         unsafe {
             let (mut m_max, mut v_max) = (L::splat_i(0), L::splat_i(0));
             let (m_by, v_by) = (L::splat(m_scale), L::splat(v_scale));
+            // Three short loops through L1: one long loop spills, and its chains fill the scheduler.
             let mut i = 0;
             while i < whole {
-                let mut m = decode_vectors::<L, true, V>(m_map, m_codes.as_ptr().add(i));
-                let mut v = decode_vectors::<L, false, V>(v_map, v_codes.as_ptr().add(i));
-                for k in 0..V {
-                    let at = i + k * L::N;
-                    let pp = p.as_mut_ptr().add(at);
-                    let g = L::load(g.as_ptr().add(at));
-                    let m_old = L::mul(m[k], m_by);
-                    let v_old = L::mul(v[k], v_by);
-                    let new;
-                    (new, m[k], v[k]) = lanewise.update(L::load(pp), g, m_old, v_old);
-                    L::store(pp, new);
-                }
-                for k in 0..V {
-                    L::store(m_new.as_mut_ptr().add(i + k * L::N), m[k]);
-                    L::store(v_new.as_mut_ptr().add(i + k * L::N), v[k]);
-                    // Largest bits: NaN above infinity above all else. v is never -0, but a NaN may
-                    // have a sign, which as an unsigned number is larger still.
-                    m_max = L::max_u32(m_max, L::and(L::bits(m[k]), L::splat_i(i32::MAX)));
-                    v_max = L::max_u32(v_max, L::bits(v[k]));
+                let m = decode_vectors::<L, true, V>(m_map, m_codes.as_ptr().add(i));
+                for (k, m) in m.into_iter().enumerate() {
+                    L::store(m_new.as_mut_ptr().add(i + k * L::N), L::mul(m, m_by));
                 }
                 i += V * L::N;
+            }
+            i = 0;
+            while i < whole {
+                let v = decode_vectors::<L, false, V>(v_map, v_codes.as_ptr().add(i));
+                for (k, v) in v.into_iter().enumerate() {
+                    L::store(v_new.as_mut_ptr().add(i + k * L::N), L::mul(v, v_by));
+                }
+                i += V * L::N;
+            }
+            i = 0;
+            while i < whole {
+                let pp = p.as_mut_ptr().add(i);
+                let mp = m_new.as_mut_ptr().add(i);
+                let vp = v_new.as_mut_ptr().add(i);
+                let g = L::load(g.as_ptr().add(i));
+                let (p, m, v) = lanewise.update(L::load(pp), g, L::load(mp), L::load(vp));
+                L::store(pp, p);
+                L::store(mp, m);
+                L::store(vp, v);
+                // Largest bits: NaN above infinity above all else. v is never -0, but a NaN may
+                // have a sign, which as an unsigned number is larger still.
+                m_max = L::max_u32(m_max, L::and(L::bits(m), L::splat_i(i32::MAX)));
+                v_max = L::max_u32(v_max, L::bits(v));
+                i += L::N;
             }
             let (mut m_max, mut v_max) = (L::reduce_max_u32(m_max), L::reduce_max_u32(v_max));
             for i in whole..len {

@@ -466,6 +466,31 @@ mod tests {
         }
     }
 
+    /// Boundaries move with the scale: products of both, a few steps up and down.
+    #[test]
+    fn codes_are_the_nearest_around_every_boundary_of_awkward_scales() {
+        for map in maps() {
+            for s in 0..200u32 {
+                let scale = f32::from_bits(0x3f80_0000 + s.wrapping_mul(0x9e37_79b9) % 0x0080_0000)
+                    * 2f32.powi(s as i32 % 60 - 40);
+                let mut x = Vec::new();
+                for w in map.values().windows(2).filter(|w| w[0] >= 0.0) {
+                    let mid = (f64::from(w[0]) + f64::from(w[1])) / 2.0 * f64::from(scale);
+                    let bits = (mid as f32).to_bits();
+                    x.extend((bits - 6..=bits + 6).map(f32::from_bits));
+                }
+                for x in x.chunks(2047) {
+                    let x: Vec<f32> = x.iter().copied().chain([scale]).collect();
+                    for keep in [false, !map.is_signed()] {
+                        for isa in Isa::supported() {
+                            assert_same_as_twin(isa, map, keep, &x);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
     /// A scale whose division would under- or overflow takes another path to the same codes.
     #[test]
     fn codes_do_not_depend_on_the_size_of_the_scale() {
