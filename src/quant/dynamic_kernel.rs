@@ -6,7 +6,7 @@
 use super::dynamic_map::{BOUNDARY_MARGIN, DynamicMap, ScaledTables};
 use super::dynamic_naive::{
     BlockBuffer, BlockScale, MAX_BLOCK, decode_block_naive, decode_blocks_naive,
-    encode_blocks_naive, encode_value_naive, encode_values_naive,
+    encode_blocks_naive, encode_values_naive, near_boundary, settle_near_boundaries,
 };
 use crate::simd::{Lanes, simd_kernel};
 
@@ -212,35 +212,6 @@ unsafe fn encode_group<L: Lanes, const SIGNED: bool, const KEEP_NONZERO: bool>(
                 L::store(lines.as_mut_ptr().add(k * L::N), L::from_bits(t));
             }
             settle_near_boundaries(map, KEEP_NONZERO, x, scale, &lines[..4 * L::N], codes);
-        }
-    }
-}
-
-/// Distances from the boundary below, as encode_group measures them, that need an exact comparison.
-const fn near_boundary(signed: bool) -> u16 {
-    if signed {
-        2 * BOUNDARY_MARGIN
-    } else {
-        4 * BOUNDARY_MARGIN
-    }
-}
-
-/// Encodes exactly the values whose `lines` are near a boundary.
-#[cold]
-#[inline(never)]
-fn settle_near_boundaries(
-    map: &DynamicMap,
-    keep_nonzero: bool,
-    x: &[f32],
-    scale: f32,
-    lines: &[f32],
-    codes: &mut [u8],
-) {
-    let doubled = u32::from(!map.is_signed());
-    for (i, line) in lines.iter().enumerate() {
-        let distance = (line.to_bits() << doubled) as u16;
-        if distance < near_boundary(map.is_signed()) {
-            codes[i] = encode_value_naive(map, keep_nonzero, x[i], scale);
         }
     }
 }
