@@ -1,6 +1,7 @@
 //! [`Lanes`] with AVX-512 F, BW and VL: 16 lanes.
 //!
-//! Same operations as `avx2.rs`, in the same order, so results are bit-identical.
+//! Same operations as `avx2.rs`, in the same order, so results are bit-identical. Compiled, but not yet
+//! run: the tests take every instruction set that the CPU has, and none so far had this one.
 
 use std::arch::x86_64::*;
 
