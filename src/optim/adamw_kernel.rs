@@ -4,8 +4,8 @@
 //! The arithmetic is [`Update::one`]'s, rounding by rounding, on every instruction set.
 
 use crate::quant::DynamicMap;
-use crate::quant::dynamic_kernel::{MAX_BLOCK, decode_vectors, encode_block};
-use crate::quant::dynamic_naive::encode_block_naive;
+use crate::quant::dynamic_kernel::{decode_vectors, encode_block};
+use crate::quant::dynamic_naive::{BlockBuffer, MAX_BLOCK, encode_block_naive};
 use crate::simd::lanes::{Lanes, lanes_kernel};
 
 /// The constants of one step.
@@ -170,13 +170,15 @@ unsafe fn update_8bit_body<L: Lanes>(
     v_codes: &mut [u8],
     v_scales: &mut [f32],
 ) {
-    // Vectors worked on step by step together, so that their chains overlap.
-    const V: usize = 2;
+    // Vectors decoded step by step together, so that their chains overlap.
+    const V: usize = 4;
     let n = p.len();
     assert!(g.len() == n && m_codes.len() == n && v_codes.len() == n && block <= MAX_BLOCK);
     assert!(m_scales.len() == n.div_ceil(block) && v_scales.len() == m_scales.len());
     let (m_map, v_map) = (DynamicMap::signed(), DynamicMap::unsigned());
-    let (mut m_new, mut v_new) = ([0.0f32; MAX_BLOCK], [0.0f32; MAX_BLOCK]);
+    let mut m_new = BlockBuffer([0.0; MAX_BLOCK]);
+    let mut v_new = BlockBuffer([0.0; MAX_BLOCK]);
+    let (m_new, v_new) = (&mut m_new.0, &mut v_new.0);
     // SAFETY: this function's contract.
     let lanewise = unsafe { Lanewise::<L>::new(update) };
     for (b, start) in (0..n).step_by(block).enumerate() {
@@ -192,42 +194,38 @@ unsafe fn update_8bit_body<L: Lanes>(
         unsafe {
             let (mut m_max, mut v_max) = (L::splat_i(0), L::splat_i(0));
             let (m_by, v_by) = (L::splat(m_scale), L::splat(v_scale));
+            // Three short loops through L1: one long loop spills, and its chains fill the scheduler.
             let mut i = 0;
-            let (mut m_next, mut v_next) = ([L::splat(0.0); V], [L::splat(0.0); V]);
-            if whole > 0 {
-                m_next = decode_vectors::<L, true, V>(m_map, m_codes.as_ptr());
-                v_next = decode_vectors::<L, false, V>(v_map, v_codes.as_ptr());
-            }
             while i < whole {
-                let (mut m, mut v) = (m_next, v_next);
-                // The next vectors are decoded ahead: decoding and updating are long chains, and a
-                // core sees only so far. (The last time round decodes the first ones again.)
-                let ahead = if i + V * L::N < whole {
-                    i + V * L::N
-                } else {
-                    0
-                };
-                m_next = decode_vectors::<L, true, V>(m_map, m_codes.as_ptr().add(ahead));
-                v_next = decode_vectors::<L, false, V>(v_map, v_codes.as_ptr().add(ahead));
-                for k in 0..V {
-                    let at = i + k * L::N;
-                    let pp = p.as_mut_ptr().add(at);
-                    let g = L::load(g.as_ptr().add(at));
-                    let m_old = L::mul(m[k], m_by);
-                    let v_old = L::mul(v[k], v_by);
-                    let new;
-                    (new, m[k], v[k]) = lanewise.update(L::load(pp), g, m_old, v_old);
-                    L::store(pp, new);
-                }
-                for k in 0..V {
-                    L::store(m_new.as_mut_ptr().add(i + k * L::N), m[k]);
-                    L::store(v_new.as_mut_ptr().add(i + k * L::N), v[k]);
-                    // Largest bits: NaN above infinity above all else. v is never -0, but a NaN may
-                    // have a sign, which as an unsigned number is larger still.
-                    m_max = L::max_u32(m_max, L::and(L::bits(m[k]), L::splat_i(i32::MAX)));
-                    v_max = L::max_u32(v_max, L::bits(v[k]));
+                let m = decode_vectors::<L, true, V>(m_map, m_codes.as_ptr().add(i));
+                for (k, m) in m.into_iter().enumerate() {
+                    L::store(m_new.as_mut_ptr().add(i + k * L::N), L::mul(m, m_by));
                 }
                 i += V * L::N;
+            }
+            i = 0;
+            while i < whole {
+                let v = decode_vectors::<L, false, V>(v_map, v_codes.as_ptr().add(i));
+                for (k, v) in v.into_iter().enumerate() {
+                    L::store(v_new.as_mut_ptr().add(i + k * L::N), L::mul(v, v_by));
+                }
+                i += V * L::N;
+            }
+            i = 0;
+            while i < whole {
+                let pp = p.as_mut_ptr().add(i);
+                let mp = m_new.as_mut_ptr().add(i);
+                let vp = v_new.as_mut_ptr().add(i);
+                let g = L::load(g.as_ptr().add(i));
+                let (p, m, v) = lanewise.update(L::load(pp), g, L::load(mp), L::load(vp));
+                L::store(pp, p);
+                L::store(mp, m);
+                L::store(vp, v);
+                // Largest bits: NaN above infinity above all else. v is never -0, but a NaN may
+                // have a sign, which as an unsigned number is larger still.
+                m_max = L::max_u32(m_max, L::and(L::bits(m), L::splat_i(i32::MAX)));
+                v_max = L::max_u32(v_max, L::bits(v));
+                i += L::N;
             }
             let (mut m_max, mut v_max) = (L::reduce_max_u32(m_max), L::reduce_max_u32(v_max));
             for i in whole..len {

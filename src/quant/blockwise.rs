@@ -3,8 +3,8 @@
 
 use rayon::prelude::*;
 
-use super::dynamic_kernel::{MAX_BLOCK, decode_blocks, encode_blocks};
-use super::dynamic_naive::{decode_blocks_naive, encode_blocks_naive};
+use super::dynamic_kernel::{decode_blocks, encode_blocks};
+use super::dynamic_naive::{MAX_BLOCK, decode_blocks_naive, encode_blocks_naive};
 use super::{Codec, DynamicMap};
 use crate::simd::Isa;
 use crate::{Error, Result};

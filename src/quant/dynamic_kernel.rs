@@ -3,11 +3,10 @@
 //!
 //! Results equal the readable twins in `dynamic_naive.rs` bit for bit, on every instruction set.
 
-use super::dynamic_map::{BOUNDARY_MARGIN, DynamicMap};
-pub(crate) use super::dynamic_naive::MAX_BLOCK;
+use super::dynamic_map::{BOUNDARY_MARGIN, DynamicMap, ScaledTables};
 use super::dynamic_naive::{
-    BlockScale, decode_block_naive, decode_blocks_naive, encode_blocks_naive, encode_value_naive,
-    encode_values_naive,
+    BlockBuffer, BlockScale, MAX_BLOCK, decode_block_naive, decode_blocks_naive,
+    encode_blocks_naive, encode_values_naive, near_boundary, settle_near_boundaries,
 };
 use crate::simd::lanes::{Lanes, lanes_kernel};
 
@@ -84,7 +83,7 @@ pub(crate) unsafe fn encode_block<L: Lanes, const SIGNED: bool, const KEEP_NONZE
     assert!(x.len() == codes.len() && x.len() <= MAX_BLOCK);
     let scale = BlockScale::of(absmax_bits);
     match scale {
-        // Between these the residual of the division below neither underflows nor overflows.
+        // Between these no product of the scale and a table under- or overflows.
         BlockScale::Normal(s) if (1e-21..1e30).contains(&s) => {
             // SAFETY: this function's own contract.
             unsafe { encode_values::<L, SIGNED, KEEP_NONZERO>(map, x, s, codes) }
@@ -92,8 +91,8 @@ pub(crate) unsafe fn encode_block<L: Lanes, const SIGNED: bool, const KEEP_NONZE
         BlockScale::Normal(s) if s < 1.0 => {
             // The same quotients, from values moved up by a power of two.
             const UP: f32 = (1u128 << 100) as f32;
-            let mut moved = [0.0; MAX_BLOCK];
-            let moved = &mut moved[..x.len()];
+            let mut moved = BlockBuffer([0.0; MAX_BLOCK]);
+            let moved = &mut moved.0[..x.len()];
             for (to, from) in moved.iter_mut().zip(x) {
                 *to = from * UP;
             }
@@ -116,7 +115,7 @@ unsafe fn encode_values<L: Lanes, const SIGNED: bool, const KEEP_NONZERO: bool>(
     codes: &mut [u8],
 ) {
     let group = 4 * L::N;
-    let inverse = 1.0 / scale;
+    let tables = map.encode.scaled(scale);
     let (x_groups, x_tail) = x.split_at(x.len() - x.len() % group);
     let (code_groups, code_tail) = codes.split_at_mut(x_groups.len());
     let groups = x_groups
@@ -125,13 +124,13 @@ unsafe fn encode_values<L: Lanes, const SIGNED: bool, const KEEP_NONZERO: bool>(
     // SAFETY: chunks hold `group` values; the rest is this function's own contract.
     unsafe {
         for (x, codes) in groups {
-            encode_group::<L, SIGNED, KEEP_NONZERO>(map, x, scale, inverse, codes);
+            encode_group::<L, SIGNED, KEEP_NONZERO>(map, &tables, x, scale, codes);
         }
         if !x_tail.is_empty() {
             let (mut x, mut codes) = ([0.0; 64], [0; 64]);
             x[..x_tail.len()].copy_from_slice(x_tail);
             let (x, codes) = (&x[..group], &mut codes[..group]);
-            encode_group::<L, SIGNED, KEEP_NONZERO>(map, x, scale, inverse, codes);
+            encode_group::<L, SIGNED, KEEP_NONZERO>(map, &tables, x, scale, codes);
             code_tail.copy_from_slice(&codes[..code_tail.len()]);
         }
     }
@@ -144,64 +143,55 @@ unsafe fn encode_values<L: Lanes, const SIGNED: bool, const KEEP_NONZERO: bool>(
 #[inline(always)]
 unsafe fn encode_group<L: Lanes, const SIGNED: bool, const KEEP_NONZERO: bool>(
     map: &DynamicMap,
+    tables: &ScaledTables,
     x: &[f32],
     scale: f32,
-    inverse: f32,
     codes: &mut [u8],
 ) {
-    // The decade's number from the top 16 bits of y, which are about 128 log2(y) + 128 * 127, as
-    // (bits - LOW) * log10(2) / 128. It is right, or one too high where y is still below the
-    // decade's bound: between 10^(i-7.05) and there.
-    const LOW: i32 = 13_258;
+    // The decade's number from the top 16 bits of |x|, which are about 128 log2|x| + 128 * 127, above
+    // those of the scale less LOW, times log10(2) / 128. It is right, or one too high where |x| is
+    // still below the decade's bound: between 10^(i-7) and there.
+    const LOW: u32 = 2998;
     const LOG10_2_512: i32 = 154; // 65536 log10(2) / 128
     // By how much the lines look early for boundaries.
     const EARLY: f32 = BOUNDARY_MARGIN as f32 / 65536.0;
     debug_assert!(x.len() == 4 * L::N && codes.len() == 4 * L::N);
-    let tables = &map.encode;
     // SAFETY: this function's own contract.
     unsafe {
-        let (v_scale, v_inverse) = (L::splat(scale), L::splat(inverse));
+        let low = L::splat_i(((scale.to_bits() & 0xffff_0000) - (LOW << 16)) as i32);
         // Step by step for all four: one vector's chain is so long that a core's scheduler does not
         // see past it to the next.
         let mut raw = [L::splat(0.0); 4];
-        for (k, raw) in raw.iter_mut().enumerate() {
-            *raw = L::load(x.as_ptr().add(k * L::N));
-        }
-        let mut y = raw;
-        for y in &mut y {
-            let size = if SIGNED {
-                L::from_bits(L::and(L::bits(*y), L::splat_i(i32::MAX)))
-            } else {
-                L::positive_part(*y)
-            };
-            // y = size / scale, correctly rounded: product with the rounded reciprocal, then one
-            // correction by the exact residual (Markstein). A division would take thrice as long.
-            let near = L::mul(size, v_inverse);
-            *y = L::fma(L::fnma(near, v_scale, size), v_inverse, near);
-        }
+        let mut size = [L::splat_i(0); 4];
         let mut decade = [L::splat_i(0); 4];
         for k in 0..4 {
-            let above = L::sub_saturate_u16(L::bits(y[k]), L::splat_i(LOW << 16));
+            raw[k] = L::load(x.as_ptr().add(k * L::N));
+            size[k] = if SIGNED {
+                L::and(L::bits(raw[k]), L::splat_i(i32::MAX))
+            } else {
+                L::max_i32(L::bits(raw[k]), L::splat_i(0))
+            };
+            let above = L::sub_saturate_u16(size[k], low);
             let estimate = L::mul_high_u16(above, L::splat_i(LOG10_2_512 << 16));
             decade[k] = L::shift_right::<16>(estimate);
         }
         for k in 0..4 {
-            let bound = L::look_up(&tables.bound, decade[k]);
-            decade[k] = L::less_one_where_lt(decade[k], y[k], bound);
+            let bound = L::bits(L::look_up(&tables.bound, decade[k]));
+            decade[k] = L::less_one_where_lt(decade[k], size[k], bound);
         }
         let mut t = [L::splat_i(0); 4];
         for k in 0..4 {
             if !SIGNED && !KEEP_NONZERO {
                 // The boundary between 0 and the first value is not on the line.
-                y[k] = L::zero_where_lt(y[k], L::splat(tables.nonzero));
+                size[k] = L::zero_where_lt(size[k], L::bits(L::splat(tables.nonzero)));
             }
             let slope = L::look_up(&tables.slope, decade[k]);
-            let place = L::fma(y[k], slope, L::splat(8.0 / 9.0));
+            let place = L::bits(L::fma(L::from_bits(size[k]), slope, L::splat(8.0 / 9.0)));
             // Between the decade's end and the next one's bound: still its last value.
-            let place = L::min(place, L::splat(2.0 - 1.0 / 128.0));
+            let place = L::min_i32(place, L::bits(L::splat(2.0 - 1.0 / 128.0)));
             // Times 2^decade by way of the exponent. From 128 on an f32 has steps of 2^-16: the
             // number and the distance from the boundary below it are bit fields.
-            let number = L::add_i(L::bits(place), L::shift_left::<23>(decade[k]));
+            let number = L::add_i(place, L::shift_left::<23>(decade[k]));
             t[k] = L::bits(L::add(L::from_bits(number), L::splat(128.0 + EARLY)));
         }
         let mut nearest_boundary = L::splat_i(-1);
@@ -222,35 +212,6 @@ unsafe fn encode_group<L: Lanes, const SIGNED: bool, const KEEP_NONZERO: bool>(
                 L::store(lines.as_mut_ptr().add(k * L::N), L::from_bits(t));
             }
             settle_near_boundaries(map, KEEP_NONZERO, x, scale, &lines[..4 * L::N], codes);
-        }
-    }
-}
-
-/// Distances from the boundary below, as encode_group measures them, that need an exact comparison.
-const fn near_boundary(signed: bool) -> u16 {
-    if signed {
-        2 * BOUNDARY_MARGIN
-    } else {
-        4 * BOUNDARY_MARGIN
-    }
-}
-
-/// Encodes exactly the values whose `lines` are near a boundary.
-#[cold]
-#[inline(never)]
-fn settle_near_boundaries(
-    map: &DynamicMap,
-    keep_nonzero: bool,
-    x: &[f32],
-    scale: f32,
-    lines: &[f32],
-    codes: &mut [u8],
-) {
-    let doubled = u32::from(!map.is_signed());
-    for (i, line) in lines.iter().enumerate() {
-        let distance = (line.to_bits() << doubled) as u16;
-        if distance < near_boundary(map.is_signed()) {
-            codes[i] = encode_value_naive(map, keep_nonzero, x[i], scale);
         }
     }
 }
@@ -290,19 +251,22 @@ unsafe fn decode_values<L: Lanes, const SIGNED: bool, const ACCUMULATE: bool>(
     assert!(x.len() == codes.len() && scales.len() == x.len().div_ceil(block));
     let blocks = x.chunks_mut(block).zip(codes.chunks(block));
     for ((x, codes), &scale) in blocks.zip(scales) {
-        let mut x = x.chunks_exact_mut(L::N);
-        let mut codes = codes.chunks_exact(L::N);
+        let mut x = x.chunks_exact_mut(4 * L::N);
+        let mut codes = codes.chunks_exact(4 * L::N);
         for (x, codes) in (&mut x).zip(&mut codes) {
-            // SAFETY: both chunks hold N values; the rest is this function's own contract.
+            // SAFETY: both chunks hold 4 N values; the rest is this function's own contract.
             unsafe {
-                let [value] = decode_vectors::<L, SIGNED, 1>(map, codes.as_ptr());
-                let value = L::mul(value, L::splat(scale));
-                let value = if ACCUMULATE {
-                    L::add(L::load(x.as_ptr()), value)
-                } else {
-                    value
-                };
-                L::store(x.as_mut_ptr(), value);
+                let values = decode_vectors::<L, SIGNED, 4>(map, codes.as_ptr());
+                for (k, value) in values.into_iter().enumerate() {
+                    let to = x.as_mut_ptr().add(k * L::N);
+                    let value = L::mul(value, L::splat(scale));
+                    let value = if ACCUMULATE {
+                        L::add(L::load(to), value)
+                    } else {
+                        value
+                    };
+                    L::store(to, value);
+                }
             }
         }
         decode_block_naive(
@@ -340,21 +304,26 @@ pub(crate) unsafe fn decode_vectors<L: Lanes, const SIGNED: bool, const V: usize
                 number[k] = L::to_f32(codes);
             }
         }
+        // The leading bit is the exponent and names the decade; below it is the place in it.
+        let mut bits = [L::splat_i(0); V];
         for k in 0..V {
-            // The leading bit is the exponent and names the decade; below it is the place in it.
-            let number_up = L::add(number[k], L::splat(if SIGNED { 0.5 } else { 1.0 }));
-            let bits = L::bits(number_up);
-            let leading = L::from_bits(L::and(bits, L::splat_i(0x7f80_0000)));
-            let place = L::sub(number_up, leading);
-            let decade = L::shift_right::<23>(bits);
-            let start = L::look_up(&tables.start, decade);
-            values[k] = L::fma(place, L::look_up(&tables.slope, decade), start);
+            let up = L::splat(if SIGNED { 0.5 } else { 1.0 });
+            bits[k] = L::bits(L::add(number[k], up));
+        }
+        for k in 0..V {
+            let leading = L::and(bits[k], L::splat_i(0x7f80_0000));
+            values[k] = L::sub(L::from_bits(bits[k]), L::from_bits(leading));
+            bits[k] = L::shift_right::<23>(bits[k]);
+        }
+        for k in 0..V {
+            let start = L::look_up(&tables.start, bits[k]);
+            values[k] = L::fma(values[k], L::look_up(&tables.slope, bits[k]), start);
         }
         for k in 0..V {
             values[k] = if SIGNED {
                 L::from_bits(L::or(L::bits(values[k]), sign[k]))
             } else {
-                L::min(values[k], number[k])
+                L::from_bits(L::min_i32(L::bits(values[k]), L::bits(number[k])))
             };
         }
         values
@@ -463,6 +432,31 @@ mod tests {
                         out.iter().zip(&twin).all(|(a, b)| same(a, b)),
                         "{isa:?} {scale}"
                     );
+                }
+            }
+        }
+    }
+
+    /// Boundaries move with the scale: products of both, a few steps up and down.
+    #[test]
+    fn codes_are_the_nearest_around_every_boundary_of_awkward_scales() {
+        for map in maps() {
+            for s in 0..200u32 {
+                let scale = f32::from_bits(0x3f80_0000 + s.wrapping_mul(0x9e37_79b9) % 0x0080_0000)
+                    * 2f32.powi(s as i32 % 60 - 40);
+                let mut x = Vec::new();
+                for w in map.values().windows(2).filter(|w| w[0] >= 0.0) {
+                    let mid = (f64::from(w[0]) + f64::from(w[1])) / 2.0 * f64::from(scale);
+                    let bits = (mid as f32).to_bits();
+                    x.extend((bits - 6..=bits + 6).map(f32::from_bits));
+                }
+                for x in x.chunks(2047) {
+                    let x: Vec<f32> = x.iter().copied().chain([scale]).collect();
+                    for keep in [false, !map.is_signed()] {
+                        for isa in Isa::supported() {
+                            assert_same_as_twin(isa, map, keep, &x);
+                        }
+                    }
                 }
             }
         }

@@ -11,8 +11,8 @@
 use std::sync::OnceLock;
 
 /// Steps of 2^-16 by which [`LineTables`] looks early for code boundaries. Rounding moves a
-/// boundary by at most 3 of them; the exhaustive test checks it.
-pub(crate) const BOUNDARY_MARGIN: u16 = 4;
+/// boundary by about 3 of them; the exhaustive test checks it.
+pub(crate) const BOUNDARY_MARGIN: u16 = 5;
 
 /// A 256-code dynamic map with its exact boundaries.
 pub struct DynamicMap {
@@ -30,15 +30,26 @@ pub(crate) struct DecodeTables {
     pub start: [f32; 16],
 }
 
-/// Constants for encoding, indexed by decade, twice over.
+/// Constants for encoding, indexed by decade.
 ///
-/// With them the place in decade i is w = 8/9 + slope[i] y, from 1 to 2, and the nearest value's
-/// number is the integer part of 2^i w (signed) or 2^(i+1) w - 1 (unsigned).
+/// With y = |x| / scale, the place in decade i is w = 8/9 + slope[i] y, from 1 to 2, and the nearest
+/// value's number is the integer part of 2^i w (signed) or 2^(i+1) w - 1 (unsigned).
 pub(crate) struct LineTables {
-    /// Smallest y of the decade.
+    /// What y must reach, before rounding to f32, to be in the decade.
+    bound: [f64; 8],
+    slope: [f32; 8],
+    /// What y must reach, before rounding, not to be 0: the unsigned map's decade 0 starts before.
+    nonzero: f64,
+}
+
+/// [`LineTables`] for one block: in terms of |x|, so that no value is divided by the scale. Twice
+/// over, to fill 16 lanes.
+pub(crate) struct ScaledTables {
+    /// The smallest |x| of the decade, exactly.
     pub bound: [f32; 16],
+    /// Slope over scale: rounding makes up to 3 steps of [`BOUNDARY_MARGIN`].
     pub slope: [f32; 16],
-    /// Smallest y that is not 0: the unsigned map's decade 0 starts before it.
+    /// The smallest x whose value is not 0, exactly.
     pub nonzero: f32,
 }
 
@@ -146,7 +157,9 @@ impl LineTables {
         for i in 0..8 {
             // Number of the decade's first value; decade 0 has the value 0 as well.
             let first = if signed { 1usize << i } else { (2 << i) - 1 };
-            bound[i] = if i == 0 { 0.0 } else { boundaries[first - 1] };
+            if i > 0 {
+                bound[i] = rounds_up_to(boundaries[first - 1]);
+            }
             slope[i] = match i {
                 // One value, from the boundary to 0 on.
                 0 if signed => 1.0 / (9.0 * f64::from(boundaries[0])),
@@ -156,26 +169,53 @@ impl LineTables {
             } as f32;
         }
         LineTables {
+            bound,
+            slope,
+            nonzero: rounds_up_to(boundaries[0]),
+        }
+    }
+
+    /// The tables for blocks of this scale, between 1e-21 and 1e30.
+    #[inline(always)]
+    pub(crate) fn scaled(&self, scale: f32) -> ScaledTables {
+        let inverse = 1.0 / scale;
+        let bound: [f32; 8] = std::array::from_fn(|i| f32_from(self.bound[i] * f64::from(scale)));
+        let slope: [f32; 8] = std::array::from_fn(|i| self.slope[i] * inverse);
+        ScaledTables {
             bound: twice(bound),
             slope: twice(slope),
-            nonzero: boundaries[0],
+            nonzero: f32_from(self.nonzero * f64::from(scale)),
         }
     }
 }
 
+/// What a real quotient must reach for its f32 to be `y` or more: half a step below, which rounds
+/// up if `y` is even; just above that if `y` is odd. Times an f32 it is exact in f64, or keeps to
+/// its side of the exact product.
+fn rounds_up_to(y: f32) -> f64 {
+    let half_way = (f64::from(y) + f64::from(y.next_down())) / 2.0;
+    if y.to_bits().is_multiple_of(2) {
+        half_way
+    } else {
+        half_way.next_up()
+    }
+}
+
+/// The smallest f32 not below `x`, which is positive or 0 and no larger than an f32.
+#[inline(always)]
+fn f32_from(x: f64) -> f32 {
+    let near = x as f32;
+    f32::from_bits(near.to_bits() + u32::from(f64::from(near) < x))
+}
+
+#[inline(always)]
 fn twice(entries: [f32; 8]) -> [f32; 16] {
     std::array::from_fn(|i| entries[i % 8])
 }
 
 /// The smallest f32 not below (a + b) / 2.
 fn midpoint_up(a: f32, b: f32) -> f32 {
-    let exact = (f64::from(a) + f64::from(b)) / 2.0; // exact: both have 24 bits, few binades apart
-    let near = exact as f32;
-    if f64::from(near) < exact {
-        near.next_up()
-    } else {
-        near
-    }
+    f32_from((f64::from(a) + f64::from(b)) / 2.0) // exact: both have 24 bits, few binades apart
 }
 
 #[cfg(test)]

@@ -2,9 +2,15 @@
 //! `dynamic_kernel.rs`, its path where there is no SIMD, and what both say about a block's scale.
 
 use super::DynamicMap;
+use super::dynamic_map::BOUNDARY_MARGIN;
 
 /// Largest block.
 pub(crate) const MAX_BLOCK: usize = 2048;
+
+/// Room for a block. Its alignment makes the compiler align a kernel's whole stack frame: without,
+/// half of the vectors that it spills straddle cache lines.
+#[repr(align(64))]
+pub(crate) struct BlockBuffer(pub [f32; MAX_BLOCK]);
 
 /// What a block's largest magnitude, given by its bits, makes of the block.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -83,7 +89,7 @@ pub(crate) fn encode_values_naive(
     }
 }
 
-pub(crate) fn encode_value_naive(map: &DynamicMap, keep_nonzero: bool, x: f32, scale: f32) -> u8 {
+fn encode_value_naive(map: &DynamicMap, keep_nonzero: bool, x: f32, scale: f32) -> u8 {
     let code = map.nearest(x / scale);
     if keep_nonzero && x > 0.0 {
         code.max(1)
@@ -118,5 +124,34 @@ pub(crate) fn decode_block_naive(
     for (x, &code) in x.iter_mut().zip(codes) {
         let value = map.values()[code as usize] * scale;
         *x = if accumulate { *x + value } else { value };
+    }
+}
+
+/// Distances from the boundary below, as the kernel measures them, that need an exact comparison.
+pub(crate) const fn near_boundary(signed: bool) -> u16 {
+    if signed {
+        2 * BOUNDARY_MARGIN
+    } else {
+        4 * BOUNDARY_MARGIN
+    }
+}
+
+/// Encodes exactly the values whose `lines` are near a boundary.
+#[cold]
+#[inline(never)]
+pub(crate) fn settle_near_boundaries(
+    map: &DynamicMap,
+    keep_nonzero: bool,
+    x: &[f32],
+    scale: f32,
+    lines: &[f32],
+    codes: &mut [u8],
+) {
+    let doubled = u32::from(!map.is_signed());
+    for (i, line) in lines.iter().enumerate() {
+        let distance = (line.to_bits() << doubled) as u16;
+        if distance < near_boundary(map.is_signed()) {
+            codes[i] = encode_value_naive(map, keep_nonzero, x[i], scale);
+        }
     }
 }

@@ -55,14 +55,6 @@ unsafe impl Lanes for Avx2 {
         unsafe { _mm256_fnmadd_ps(a, b, c) }
     }
     #[inline(always)]
-    unsafe fn min(a: __m256, b: __m256) -> __m256 {
-        unsafe { _mm256_min_ps(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn positive_part(a: __m256) -> __m256 {
-        unsafe { _mm256_max_ps(a, _mm256_setzero_ps()) }
-    }
-    #[inline(always)]
     unsafe fn bits(a: __m256) -> __m256i {
         unsafe { _mm256_castps_si256(a) }
     }
@@ -117,12 +109,20 @@ unsafe impl Lanes for Avx2 {
         }
     }
     #[inline(always)]
-    unsafe fn less_one_where_lt(i: __m256i, a: __m256, b: __m256) -> __m256i {
-        unsafe { _mm256_add_epi32(i, _mm256_castps_si256(_mm256_cmp_ps::<_CMP_LT_OQ>(a, b))) }
+    unsafe fn min_i32(a: __m256i, b: __m256i) -> __m256i {
+        unsafe { _mm256_min_epi32(a, b) }
     }
     #[inline(always)]
-    unsafe fn zero_where_lt(a: __m256, b: __m256) -> __m256 {
-        unsafe { _mm256_and_ps(a, _mm256_cmp_ps::<_CMP_NLT_UQ>(a, b)) }
+    unsafe fn max_i32(a: __m256i, b: __m256i) -> __m256i {
+        unsafe { _mm256_max_epi32(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn less_one_where_lt(i: __m256i, a: __m256i, b: __m256i) -> __m256i {
+        unsafe { _mm256_add_epi32(i, _mm256_cmpgt_epi32(b, a)) }
+    }
+    #[inline(always)]
+    unsafe fn zero_where_lt(a: __m256i, b: __m256i) -> __m256i {
+        unsafe { _mm256_andnot_si256(_mm256_cmpgt_epi32(b, a), a) }
     }
     #[inline(always)]
     unsafe fn look_up(table: &[f32; 16], i: __m256i) -> __m256 {

@@ -1,6 +1,7 @@
 //! [`Lanes`] with AVX-512 F, BW and VL: 16 lanes.
 //!
-//! Same operations as `avx2.rs`, in the same order, so results are bit-identical.
+//! Same operations as `avx2.rs`, in the same order, so results are bit-identical. Compiled, but not yet
+//! run: the tests take every instruction set that the CPU has, and none so far had this one.
 
 use std::arch::x86_64::*;
 
@@ -57,14 +58,6 @@ unsafe impl Lanes for Avx512 {
         unsafe { _mm512_fnmadd_ps(a, b, c) }
     }
     #[inline(always)]
-    unsafe fn min(a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_min_ps(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn positive_part(a: __m512) -> __m512 {
-        unsafe { _mm512_max_ps(a, _mm512_setzero_ps()) }
-    }
-    #[inline(always)]
     unsafe fn bits(a: __m512) -> __m512i {
         unsafe { _mm512_castps_si512(a) }
     }
@@ -114,15 +107,20 @@ unsafe impl Lanes for Avx512 {
         unsafe { _mm512_reduce_max_epu32(a) }
     }
     #[inline(always)]
-    unsafe fn less_one_where_lt(i: __m512i, a: __m512, b: __m512) -> __m512i {
-        unsafe {
-            let lt = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b);
-            _mm512_mask_sub_epi32(i, lt, i, _mm512_set1_epi32(1))
-        }
+    unsafe fn min_i32(a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_min_epi32(a, b) }
     }
     #[inline(always)]
-    unsafe fn zero_where_lt(a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_NLT_UQ>(a, b), a) }
+    unsafe fn max_i32(a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_max_epi32(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn less_one_where_lt(i: __m512i, a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_mask_sub_epi32(i, _mm512_cmplt_epi32_mask(a, b), i, _mm512_set1_epi32(1)) }
+    }
+    #[inline(always)]
+    unsafe fn zero_where_lt(a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_maskz_mov_epi32(_mm512_cmpge_epi32_mask(a, b), a) }
     }
     #[inline(always)]
     unsafe fn look_up(table: &[f32; 16], i: __m512i) -> __m512 {

@@ -30,9 +30,6 @@ pub(crate) unsafe trait Lanes {
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     /// `c - a * b`, rounded once.
     unsafe fn fnma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
-    unsafe fn min(a: Self::F, b: Self::F) -> Self::F;
-    /// `a` where `a > 0`, else +0.
-    unsafe fn positive_part(a: Self::F) -> Self::F;
     /// The bits of `a`.
     unsafe fn bits(a: Self::F) -> Self::I;
     /// The f32 with bits `a`.
@@ -50,10 +47,15 @@ pub(crate) unsafe trait Lanes {
     unsafe fn max_u32(a: Self::I, b: Self::I) -> Self::I;
     /// The largest lane as an unsigned integer.
     unsafe fn reduce_max_u32(a: Self::I) -> u32;
-    /// `i - 1` where `a < b`, else `i`.
-    unsafe fn less_one_where_lt(i: Self::I, a: Self::F, b: Self::F) -> Self::I;
-    /// +0 where `a < b`, else `a`.
-    unsafe fn zero_where_lt(a: Self::F, b: Self::F) -> Self::F;
+    // Non-negative f32 values order as their bits do, and integer units are less busy.
+    /// Lane-wise minimum as signed integers.
+    unsafe fn min_i32(a: Self::I, b: Self::I) -> Self::I;
+    /// Lane-wise maximum as signed integers.
+    unsafe fn max_i32(a: Self::I, b: Self::I) -> Self::I;
+    /// `i - 1` where `a < b` as signed integers, else `i`.
+    unsafe fn less_one_where_lt(i: Self::I, a: Self::I, b: Self::I) -> Self::I;
+    /// 0 where `a < b` as signed integers, else `a`.
+    unsafe fn zero_where_lt(a: Self::I, b: Self::I) -> Self::I;
     /// `table[i mod 8]`; `i` is non-negative. Tables repeat their 8 entries to fill 16.
     unsafe fn look_up(table: &[f32; 16], i: Self::I) -> Self::F;
     /// 16-bit words: `max(a - b, 0)`, unsigned.
