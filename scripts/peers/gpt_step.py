@@ -66,6 +66,7 @@ def main():
                 "step_ms": round(median * 1e3, 3),
                 "tokens_per_s": round(args.batch * args.seq / median, 1),
                 "gflops": round(flops / median / 1e9, 2),
+                "best_gflops": round(flops / min(seconds[args.warmup :]) / 1e9, 2),
                 "loss": loss,
                 "peak_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
             }
