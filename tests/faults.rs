@@ -162,7 +162,8 @@ fn a_damaged_checkpoint_is_refused_with_what_to_do() {
         let bytes = fs::read(path).unwrap();
         fs::write(path, &bytes[..bytes.len() / 2]).unwrap();
     };
-    let damages: [(&str, Box<dyn Fn(&Path)>); 6] = [
+    type Change = Box<dyn Fn(&Path)>;
+    let damages: [(&str, Change); 6] = [
         ("first byte", Box::new(flip(|_| 0))),
         ("middle byte", Box::new(flip(|n| n / 2))),
         ("last byte", Box::new(flip(|n| n - 1))),

@@ -199,6 +199,7 @@ fn gradients_match_finite_differences_through_the_whole_model() {
                 let (measured, computed) = along(direction);
                 let slack = 0.01 * computed.abs() + 3e-4;
                 let name = &param.spec().name;
+                eprintln!("FD {name} {measured:.6} {computed:.6}");
                 assert!(
                     (measured - computed).abs() < slack,
                     "{name}: {measured} against {computed}: {config:?}"
