@@ -79,6 +79,7 @@ fn memory_is_flat_over_200_steps() {
             }
         }
         eprintln!("{live:?}");
+        eprintln!("{live:?}");
         // rayon keeps some bytes a job for a while; one activation here has 2048.
         let (least, most) = (
             live[1..].iter().min().unwrap(),

@@ -498,6 +498,25 @@ fn a_closed_standard_output_is_no_panic() {
     }
 }
 
+#[test]
+fn resident_memory_is_flat_over_200_steps_of_a_run() {
+    let project = Project::new();
+    let sets = [
+        "train.steps=260",
+        "train.micro_batch=8",
+        "train.global_batch=16",
+    ];
+    project.run("a", &sets).ok();
+    let lines = project.metrics("a");
+    let resident = |step: u64| {
+        let line = lines.iter().find(|l| l["step"] == step).unwrap();
+        line["memory"]["rss_bytes"].as_i64().unwrap()
+    };
+    // A step's activations have above 1 MB.
+    let grown = resident(259) - resident(59);
+    assert!(grown < 8 << 20, "{grown} bytes in 200 steps");
+}
+
 /// The rows that `train bench` prints with `--json`.
 fn bench(args: &[&str]) -> Vec<Value> {
     let project = Project::new();
