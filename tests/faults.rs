@@ -108,7 +108,7 @@ fn an_overwrite_killed_at_any_moment_never_resumes_the_earlier_run() {
 #[test]
 fn two_processes_never_train_in_one_folder() {
     let project = Project::new();
-    let mut first = project.start("a", &["train.steps=100000"]);
+    let mut first = project.start("a", &["train.steps=3000"]);
     // It writes its steps into a pipe that nobody reads and so stays alive.
     while !project.run_folder("a").join("metrics.jsonl").exists() {
         assert!(first.try_wait().unwrap().is_none());
@@ -116,7 +116,7 @@ fn two_processes_never_train_in_one_folder() {
     for how in ["--resume", "--overwrite"] {
         let parts = ["another process", "runs/a", "run.name"];
         project
-            .run("a", &["train.steps=100000", how])
+            .run("a", &["train.steps=3000", how])
             .fails(2, &parts);
     }
     kill(first);
