@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
 
-use super::manifest::{FORMAT_VERSION, FileEntry, Manifest};
+use super::manifest::{FileEntry, Manifest};
 use crate::model::Gpt;
 use crate::optim::StateSlice;
 use crate::zero::Engine;
@@ -55,15 +55,11 @@ impl Checkpoint {
     pub fn open(path: &Path) -> Result<Self> {
         let file = path.join("manifest.json");
         let json = fs::read(&file).map_err(|e| damaged(&file, &e.to_string()))?;
-        let manifest: Manifest =
-            serde_json::from_slice(&json).map_err(|e| damaged(&file, &e.to_string()))?;
-        if manifest.format_version != FORMAT_VERSION {
-            return Err(Error::Checkpoint(format!(
-                "{}: format version {}, this program reads {FORMAT_VERSION}",
-                file.display(),
-                manifest.format_version
-            )));
-        }
+        let manifest = Manifest::from_json(&json).map_err(|e| match e {
+            Error::Checkpoint(what) => Error::Checkpoint(format!("{}: {what}", file.display())),
+            Error::Data(what) => damaged(&file, &what),
+            other => other,
+        })?;
         for name in ["model.safetensors", "optimizer.safetensors"] {
             if !manifest.files.iter().any(|f| f.name == name) {
                 return Err(damaged(&file, &format!("it lists no {name}")));
@@ -154,7 +150,8 @@ fn with_tensors<R>(path: &Path, f: impl FnOnce(&SafeTensors) -> Result<R>) -> Re
     // SAFETY: the map is only read; a file changed by others while it is mapped could change
     // values under us, which the manifest's hash was there to exclude.
     let map = unsafe { Mmap::map(&file) }.map_err(Error::io(path))?;
-    let tensors = SafeTensors::deserialize(&map).map_err(|e| damaged(path, &e.to_string()))?;
+    let tensors = SafeTensors::deserialize(&map)
+        .map_err(|e| Error::Checkpoint(format!("{}: no safetensors file: {e}", path.display())))?;
     f(&tensors)
 }
 

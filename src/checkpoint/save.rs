@@ -59,16 +59,14 @@ pub fn save(
     let files = write_tensors(&temporary, engine);
     let written = files.and_then(|files| {
         manifest.files = files;
-        let json = serde_json::to_vec_pretty(&manifest)
-            .map_err(|e| Error::Checkpoint(format!("manifest: {e}")))?;
+        let json = manifest.to_json()?;
         durable::write_file(&temporary.join("manifest.json"), |out| {
-            std::io::Write::write_all(out, &json)
+            std::io::Write::write_all(out, json.as_bytes())
         })?;
         durable::sync_folder(&temporary)?;
         let path = root.join(&name);
         if path.exists() {
-            // The same step again, after a resume from an earlier checkpoint: the same content.
-            fs::remove_dir_all(&path).map_err(Error::io(&path))?;
+            remove(&path)?;
         }
         durable::rename(&temporary, &path)?;
         Ok(path)
@@ -80,9 +78,17 @@ pub fn save(
     let path = written?;
     let folders = step_folders(root)?;
     for (_, old) in folders.iter().rev().skip(keep.max(1)) {
-        fs::remove_dir_all(old).map_err(Error::io(old))?;
+        remove(old)?;
     }
     Ok(path)
+}
+
+/// Deletes a checkpoint: first its name, so that a kill in between leaves no half of one.
+fn remove(path: &Path) -> Result<()> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let hidden = path.with_file_name(format!(".{name}.tmp-deleted"));
+    durable::rename(path, &hidden)?;
+    fs::remove_dir_all(&hidden).map_err(Error::io(&hidden))
 }
 
 /// Deletes temporary folders of processes that died while saving.

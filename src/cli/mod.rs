@@ -5,11 +5,12 @@ mod prepare;
 mod run;
 mod sample;
 
+use std::io::{ErrorKind, Write};
 use std::path::PathBuf;
 
 use clap::{Parser, Subcommand};
 
-use crate::Result;
+use crate::{Error, Result};
 
 /// Trains GPT-style language models from a TOML config.
 ///
@@ -58,9 +59,16 @@ pub fn main(args: Args) -> Result<()> {
         Command::Prepare(args) => prepare::prepare(&args),
         Command::Sample(args) => sample::sample(&args),
         Command::Bench(args) => bench::bench(&args),
-        Command::ConfigReference => {
-            print!("{}", crate::config::reference());
-            Ok(())
-        }
+        Command::ConfigReference => print(&crate::config::reference()),
+    }
+}
+
+/// Writes to standard output. Once nobody reads it any more, as in `train ... | head`, there is
+/// nothing left to do, and the process ends.
+fn print(text: &str) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(e) if e.kind() == ErrorKind::BrokenPipe => std::process::exit(0),
+        written => written.map_err(Error::io("standard output")),
     }
 }

@@ -1,6 +1,6 @@
 //! `train prepare`.
 
-use super::ConfigArgs;
+use super::{ConfigArgs, print};
 use crate::config::Plan;
 use crate::{Result, data};
 
@@ -8,6 +8,5 @@ use crate::{Result, data};
 pub fn prepare(args: &ConfigArgs) -> Result<()> {
     let plan = Plan::load(&args.config, &args.sets)?;
     let dataset = data::prepare(&plan.raw().data, true)?;
-    println!("{}", dataset.describe());
-    Ok(())
+    print(&format!("{}\n", dataset.describe()))
 }

@@ -1,10 +1,10 @@
 //! `train sample`.
 
-use std::io::Write;
 use std::path::PathBuf;
 
 use candle_core::{Device, Tensor};
 
+use super::print;
 use crate::checkpoint;
 use crate::data::Tokenizer;
 use crate::model::{Gpt, Pass};
@@ -57,18 +57,16 @@ pub fn sample(args: &SampleArgs) -> Result<()> {
     let model = Gpt::new(&manifest.model, manifest.vocab_size);
     checkpoint.load_model(&model)?;
 
-    let mut tokens = tokenizer.encode(&args.prompt)?;
+    let mut tokens = tokenizer.encode(&args.prompt).map_err(|e| match e {
+        Error::Data(what) => Error::Config(format!("--prompt {:?}: {what}", args.prompt)),
+        other => other,
+    })?;
     if tokens.is_empty() {
         return Err(Error::Config(
             "--prompt: give at least one character".into(),
         ));
     }
-    let out = &mut std::io::stdout().lock();
-    let print = |out: &mut std::io::StdoutLock, text: &str| {
-        let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
-        written.map_err(Error::io("standard output"))
-    };
-    print(out, &args.prompt)?;
+    print(&args.prompt)?;
     let prompt_len = tokens.len();
     let mut printed = 0;
     for i in 0..args.tokens {
@@ -84,12 +82,12 @@ pub fn sample(args: &SampleArgs) -> Result<()> {
         // A character may span tokens: print what is complete.
         let text = tokenizer.decode(&tokens[prompt_len..])?;
         let complete = text.trim_end_matches('\u{fffd}');
-        if complete.len() > printed {
-            print(out, &complete[printed..])?;
+        if let Some(new) = complete.get(printed..) {
+            print(new)?;
             printed = complete.len();
         }
     }
-    print(out, "\n")
+    print("\n")
 }
 
 /// The token at quantile `draw` of the softmax of the `top_k` largest logits over `temperature`.

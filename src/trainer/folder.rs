@@ -1,6 +1,6 @@
 //! The run folder: who may write into it, and what a run finds there.
 
-use std::fs;
+use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 
 use crate::config::Plan;
@@ -23,6 +23,8 @@ pub enum Start {
 /// `run.dir/run.name`.
 pub struct RunFolder {
     path: PathBuf,
+    /// Locked while this process writes into the folder.
+    lock: Option<File>,
 }
 
 impl RunFolder {
@@ -33,6 +35,7 @@ impl RunFolder {
     pub fn check(plan: &Plan, start: &Start) -> Result<Self> {
         let folder = Self {
             path: plan.run_dir.clone(),
+            lock: None,
         };
         let new = matches!(
             start,
@@ -41,7 +44,7 @@ impl RunFolder {
                 ..
             }
         );
-        if new && folder.metrics().exists() {
+        if new && (folder.metrics().exists() || folder.checkpoints().exists()) {
             return Err(Error::Config(format!(
                 "{} already holds a run: --resume continues it, --overwrite starts over, \
                  --set run.name=NAME starts another",
@@ -55,8 +58,10 @@ impl RunFolder {
     /// the resolved config.
     ///
     /// # Errors
-    /// [`Error::Io`] naming the path.
-    pub fn create(&self, plan: &Plan, start: &Start) -> Result<()> {
+    /// [`Error::Config`] when another process trains in it; [`Error::Io`] naming the path.
+    pub fn create(&mut self, plan: &Plan, start: &Start) -> Result<()> {
+        fs::create_dir_all(&self.path).map_err(Error::io(&self.path))?;
+        self.lock()?;
         if matches!(
             start,
             Start::New {
@@ -66,15 +71,39 @@ impl RunFolder {
         ) {
             self.remove_run()?;
         }
-        fs::create_dir_all(&self.path).map_err(Error::io(&self.path))?;
         let text = plan.resolved_toml();
         durable::write_file(&self.path.join("config.toml"), |out| {
             std::io::Write::write_all(out, text.as_bytes())
         })
     }
 
+    /// Keeps other processes out. The file stays: removing it would let two processes hold locks on
+    /// two files of the same name.
+    fn lock(&mut self) -> Result<()> {
+        let path = self.path.join(".lock");
+        let file = File::create(&path).map_err(Error::io(&path))?;
+        // Some network file systems have no locks; that is no reason not to train on them.
+        if let Err(TryLockError::WouldBlock) = file.try_lock() {
+            return Err(Error::Config(format!(
+                "another process is training in {}: wait for its end, or --set run.name=NAME",
+                self.path.display()
+            )));
+        }
+        self.lock = Some(file);
+        Ok(())
+    }
+
     /// Deletes what a run writes and nothing else a person may have put there.
     fn remove_run(&self) -> Result<()> {
+        // All checkpoints at once, so that a kill in between leaves no half of one.
+        let deleted = self.path.join(".deleted");
+        if deleted.exists() {
+            fs::remove_dir_all(&deleted).map_err(Error::io(&deleted))?;
+        }
+        if self.checkpoints().exists() {
+            durable::rename(&self.checkpoints(), &deleted)?;
+            fs::remove_dir_all(&deleted).map_err(Error::io(&deleted))?;
+        }
         let files = [
             "metrics.jsonl",
             "train.log",
@@ -86,10 +115,9 @@ impl RunFolder {
                 fs::remove_file(&path).map_err(Error::io(&path))?;
             }
         }
-        for path in [self.tensorboard(), self.checkpoints()] {
-            if path.exists() {
-                fs::remove_dir_all(&path).map_err(Error::io(&path))?;
-            }
+        let path = self.tensorboard();
+        if path.exists() {
+            fs::remove_dir_all(&path).map_err(Error::io(&path))?;
         }
         Ok(())
     }

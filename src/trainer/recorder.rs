@@ -40,20 +40,25 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// Opens the run's files; a run that goes on at `step` > 0 drops later records.
-    pub fn open(plan: &Plan, folder: &RunFolder, vocab_size: usize, step: u64) -> Result<Self> {
+    /// Opens the run's files at `step`; a run that `resumes` drops the records of later steps.
+    pub fn open(
+        plan: &Plan,
+        folder: &RunFolder,
+        vocab_size: usize,
+        step: u64,
+        resumes: bool,
+    ) -> Result<Self> {
         let raw = plan.raw();
         let path = folder.path();
         let shape = flops::Shape::new(&raw.model, vocab_size, plan.global_batch);
-        let resumed = step > 0;
         Ok(Self {
-            jsonl: if resumed {
+            jsonl: if resumes {
                 Jsonl::resume(path, step)?
             } else {
                 Jsonl::create(path)?
             },
             tensorboard: match raw.metrics.tensorboard {
-                true => Some(TensorBoard::create(path, resumed.then_some(step))?),
+                true => Some(TensorBoard::create(path, resumes.then_some(step))?),
                 false => None,
             },
             progress: Progress::new(raw.train.steps, step),
@@ -118,9 +123,14 @@ impl Recorder {
             .event(&EventRecord::new(step, event, json!({ "detail": detail })))
     }
 
-    /// Brings everything to the disk.
+    /// Brings everything to the disk and leaves the terminal as it is.
     pub fn finish(&mut self) -> Result<()> {
         self.progress.finish();
+        self.flush()
+    }
+
+    /// Brings everything to the disk, so that a kill loses nothing from before a checkpoint.
+    pub fn flush(&mut self) -> Result<()> {
         match &mut self.tensorboard {
             Some(tensorboard) => tensorboard.flush(),
             None => Ok(()),

@@ -38,12 +38,17 @@ struct Trainer<'a> {
     folder: RunFolder,
     recorder: Recorder,
     position: Position,
-    /// Step of the newest checkpoint of this process, so that no step is saved twice.
+    /// Step of the newest checkpoint, saved or resumed from, so that none is saved twice.
     saved_step: Option<u64>,
 }
 
 impl<'a> Trainer<'a> {
-    fn new(plan: &'a Plan, dataset: &'a Dataset, folder: RunFolder, start: &Start) -> Result<Self> {
+    fn new(
+        plan: &'a Plan,
+        dataset: &'a Dataset,
+        mut folder: RunFolder,
+        start: &Start,
+    ) -> Result<Self> {
         let raw = plan.raw();
         let vocab_size = plan.check_vocab(dataset.vocab_size)?;
         let seq_len = raw.model.seq_len;
@@ -83,12 +88,14 @@ impl<'a> Trainer<'a> {
             tokenizer.save_as(&folder.path().join("tokenizer.json"))?;
         }
         logging::to_file(folder.path())?;
-        let recorder = Recorder::open(plan, &folder, vocab_size, position.step)?;
+        let resumes = *start == Start::Resume;
+        let recorder = Recorder::open(plan, &folder, vocab_size, position.step, resumes)?;
+        let saved_step = resumed.is_some().then_some(position.step);
         match resumed {
             Some(path) => {
                 tracing::info!("resuming at step {} from {}", position.step, path.display())
             }
-            None if *start == Start::Resume => {
+            None if resumes => {
                 tracing::info!("no checkpoint yet: starting at step 0")
             }
             None => {}
@@ -113,19 +120,26 @@ impl<'a> Trainer<'a> {
             folder,
             recorder,
             position,
-            saved_step: None,
+            saved_step,
         })
     }
 
     fn run(&mut self, interrupt: &Interrupt) -> Result<()> {
         let raw = self.plan.raw();
         let num_steps = raw.train.steps;
-        let due = |every: u64, step: u64| every > 0 && step.is_multiple_of(every);
+        if self.position.step >= num_steps {
+            tracing::info!("nothing to do: the run has its {num_steps} steps");
+            return self.recorder.finish();
+        }
+        // A checkpoint comes after the evaluation of its step: a resumed run repeats neither.
+        let due =
+            |every: u64, step: u64| step == num_steps || (every > 0 && step.is_multiple_of(every));
+        let mut val_loss = f64::NAN;
         while self.position.step < num_steps {
             self.step()?;
             let step = self.position.step;
-            if due(raw.train.eval_every, step) && step < num_steps {
-                self.evaluate()?;
+            if due(raw.train.eval_every, step) {
+                val_loss = self.evaluate()?;
             }
             if due(raw.checkpoint.every, step) {
                 self.save()?;
@@ -138,8 +152,6 @@ impl<'a> Trainer<'a> {
                 return self.recorder.finish();
             }
         }
-        let val_loss = self.evaluate()?;
-        self.save()?;
         self.recorder.finish()?;
         tracing::info!(
             "done: {} steps, validation loss {val_loss:.4} nats a token{}; {}",
@@ -192,35 +204,23 @@ impl<'a> Trainer<'a> {
             "{tensor} is not finite at step {step} (loss {}, gradient norm {}); the step was not applied",
             outcome.loss, outcome.grad_norm
         );
-        self.recorder.event(step, "non_finite", &what)?;
-        let stop = match train.non_finite {
-            NonFinite::Abort => Some("train.non_finite = \"abort\"".to_string()),
-            NonFinite::Skip => {
+        let remedy = match train.non_finite {
+            NonFinite::Skip if self.position.num_skipped < train.max_skips => {
                 self.position.num_skipped += 1;
-                let skips = self.position.num_skipped;
-                (skips > train.max_skips).then(|| {
-                    format!(
-                        "{skips} steps skipped, train.max_skips = {}",
-                        train.max_skips
-                    )
-                })
-            }
-        };
-        match stop {
-            None => {
                 tracing::warn!("{what}: skipped");
-                Ok(())
+                return self.recorder.event(step, "skipped", &what);
             }
-            Some(policy) => {
-                // The weights are those of the last good step: keep them.
-                self.save()?;
-                Err(Error::Policy(format!(
-                    "{what} ({policy}); {} holds the state before it: lower lr.peak or set \
-                     train.non_finite = \"skip\", then --resume",
-                    self.folder.checkpoints().display()
-                )))
-            }
-        }
+            NonFinite::Skip => format!("raise train.max_skips = {}", train.max_skips),
+            NonFinite::Abort => "set train.non_finite = \"skip\"".into(),
+        };
+        self.recorder.event(step, "stopped", &what)?;
+        // The state is that of the last good step: keep it.
+        self.save()?;
+        self.recorder.finish()?;
+        Err(Error::Policy(format!(
+            "{what}; {} holds the state before it: lower lr.peak or {remedy}, then --resume",
+            self.folder.checkpoints().display()
+        )))
     }
 
     /// Mean loss on the validation split, recorded.
@@ -251,6 +251,7 @@ impl<'a> Trainer<'a> {
         let root = self.folder.checkpoints();
         let path = checkpoint::save(&root, &mut self.engine, manifest, raw.checkpoint.keep)?;
         self.saved_step = Some(self.position.step);
+        self.recorder.flush()?;
         tracing::info!("saved {}", path.display());
         Ok(())
     }

@@ -143,7 +143,7 @@ impl Engine {
             non_finite: None,
         };
         if !loss.is_finite() || !grad_norm.is_finite() {
-            outcome.non_finite = Some(self.first_non_finite()?);
+            outcome.non_finite = Some(self.first_non_finite(loss)?);
             return Ok(outcome);
         }
         let clip = self.options.grad_clip;
@@ -223,14 +223,25 @@ impl Engine {
         Ok(self.group.all_reduce(&[sum as f32], ReduceOp::Sum)?[0].sqrt())
     }
 
-    /// Name of the first parameter whose gradient is not finite, or `loss`.
-    fn first_non_finite(&self) -> Result<String> {
+    /// The first parameter with a value that is not finite, or else with such a gradient, or else
+    /// what the step made of them.
+    fn first_non_finite(&self, loss: f32) -> Result<String> {
+        for param in self.model.params() {
+            if !param.read(|w| Ok(w.iter().all(|w| w.is_finite())))? {
+                return Ok(param.spec().name.clone());
+            }
+        }
         for param in self.model.params() {
             if param.grad()?.iter().any(|g| !g.is_finite()) {
                 return Ok(format!("gradient of {}", param.spec().name));
             }
         }
-        Ok("loss".into())
+        let what = if loss.is_finite() {
+            "gradient norm"
+        } else {
+            "loss"
+        };
+        Ok(what.into())
     }
 
     /// Mean loss over `batches` of (inputs, targets), each (B, S).
