@@ -187,16 +187,9 @@ simd_kernel! { fn probabilities(scores: &mut [f32], num_keys: usize, first: usiz
 simd_kernel! { fn score_gradient(p: &[f32], dp: &mut [f32], num_keys: usize, scale: f32, delta: &[f32]) = score_gradient_body }
 
 /// Multiplies a stripe of probabilities (or their gradient) by the dropout mask.
-fn drop(
-    stripe: &mut [f32],
-    num_keys: usize,
-    mask: &Mask,
-    head_start: usize,
-    seq_len: usize,
-    first: usize,
-) {
+fn drop(stripe: &mut [f32], num_keys: usize, mask: &Mask, seq_len: usize, first: usize) {
     for (i, row) in stripe.chunks_exact_mut(num_keys).enumerate() {
-        let start = head_start + (first + i) * seq_len;
+        let start = (first + i) * seq_len;
         for (j, p) in row.iter_mut().enumerate() {
             *p *= mask.factor(start + j);
         }
@@ -226,7 +219,7 @@ impl CustomOp1 for CausalAttention {
             .enumerate()
             .for_each_init(Vec::new, |scores: &mut Vec<f32>, (i, (mut out, lse))| {
                 let (b, h) = (i / num_heads, i % num_heads);
-                let mask = self.dropout.map(|at| at.mask(b));
+                let mask = self.dropout.map(|at| at.mask(b).part(h));
                 scores.resize(STRIPE * seq_len, 0.0);
                 for (from, to) in sizes.stripes() {
                     let scores = &mut scores[..(to - from) * to];
@@ -244,7 +237,7 @@ impl CustomOp1 for CausalAttention {
                         &mut sums,
                     );
                     if let Some(mask) = &mask {
-                        drop(scores, to, mask, h * seq_len * seq_len, seq_len, from);
+                        drop(scores, to, mask, seq_len, from);
                     }
                     let scores = Mat::new(scores, to - from, to, to);
                     gemm(out.rows(from, to), scores, v, false, 1);
@@ -325,8 +318,7 @@ impl CausalAttention {
                 };
                 let (b, h) = (i / num_heads, i % num_heads);
                 let lse = &lse[i * seq_len..(i + 1) * seq_len];
-                let mask = self.dropout.map(|at| at.mask(b));
-                let head_start = h * seq_len * seq_len;
+                let mask = self.dropout.map(|at| at.mask(b).part(h));
                 p.resize(STRIPE * seq_len, 0.0);
                 dp.resize(STRIPE * seq_len, 0.0);
                 for (from, to) in sizes.stripes() {
@@ -351,9 +343,9 @@ impl CausalAttention {
                     gemm(MatMut::new(dp, num_rows, to, to), dout, v.t(), false, 1);
                     if let Some(mask) = &mask {
                         // dV needs the dropped probabilities, dS the whole ones.
-                        drop(dp, to, mask, head_start, seq_len, from);
+                        drop(dp, to, mask, seq_len, from);
                         let mut dropped = p.to_vec();
-                        drop(&mut dropped, to, mask, head_start, seq_len, from);
+                        drop(&mut dropped, to, mask, seq_len, from);
                         gemm(
                             dv.rows(0, to),
                             Mat::new(&dropped, num_rows, to, to).t(),
@@ -410,8 +402,10 @@ mod tests {
         let (batch, seq_len, num_heads, head) = (2, 70, 2, 8);
         let mut mask = Vec::new();
         for b in 0..batch {
-            let of_sequence = at.mask(b);
-            mask.extend((0..num_heads * seq_len * seq_len).map(|i| of_sequence.factor(i) as f64));
+            for h in 0..num_heads {
+                let of_head = at.mask(b).part(h);
+                mask.extend((0..seq_len * seq_len).map(|i| of_head.factor(i) as f64));
+            }
         }
         let mask = Tensor::from_vec(
             mask,

@@ -43,6 +43,17 @@ pub struct Mask {
 }
 
 impl Mask {
+    /// The mask of part `i` of the sequence (a head): positions then count from 0 again, so that
+    /// heads x S x S needs no more than 32 bits for S x S.
+    pub fn part(&self, i: usize) -> Mask {
+        let key = (self.key.1 as u64) << 32 | self.key.0 as u64;
+        let key = rng::hash(key, Purpose::Dropout, i as u64);
+        Mask {
+            key: (key as u32, (key >> 32) as u32),
+            ..*self
+        }
+    }
+
     /// 0 or `1 / (1 - rate)`, for the value at `position`.
     #[inline(always)]
     pub fn factor(&self, position: usize) -> f32 {
@@ -121,6 +132,21 @@ mod tests {
         check.agrees1(&[], &x, Dropout(at(4)), |_, x| {
             x * Tensor::from_slice(&factors, (3, 7, 11), x.device())?
         });
+    }
+
+    #[test]
+    fn parts_of_a_sequence_have_masks_of_their_own() {
+        let mask = at(0).mask(0);
+        let of = |mask: Mask| (0..64).map(|i| mask.factor(i)).collect::<Vec<_>>();
+        let masks = [
+            of(mask),
+            of(mask.part(0)),
+            of(mask.part(1)),
+            of(mask.part(1 << 20)),
+        ];
+        for (i, a) in masks.iter().enumerate() {
+            assert!(masks[..i].iter().all(|b| a != b), "part {i}");
+        }
     }
 
     #[test]

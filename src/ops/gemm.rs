@@ -112,7 +112,10 @@ impl<'a> MatMut<'a> {
 }
 
 fn check(len: usize, rows: usize, cols: usize, row_stride: usize) {
-    let fits = rows == 0 || cols == 0 || (rows - 1) * row_stride + cols <= len;
+    let end = rows.checked_sub(1).map_or(Some(0), |last| {
+        last.checked_mul(row_stride)?.checked_add(cols)
+    });
+    let fits = end.is_some_and(|end| end <= len || cols == 0);
     assert!(
         fits && row_stride >= cols,
         "{rows} x {cols} with stride {row_stride} does not fit {len} values"

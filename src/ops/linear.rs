@@ -110,13 +110,13 @@ impl Linear {
         dims.into()
     }
 
-    fn check(&self, x: &[f32]) -> Result<()> {
-        if !x.len().is_multiple_of(self.weight.height()) {
+    fn check(&self, input: &Layout) -> Result<()> {
+        if input.dims().last() != Some(&self.weight.height()) {
             candle_core::bail!(
-                "{}: {} inputs do not divide {} values",
+                "{} has {} inputs, the activations are {:?}",
                 self.weight.spec().name,
                 self.weight.height(),
-                x.len()
+                input.shape()
             );
         }
         Ok(())
@@ -130,7 +130,7 @@ impl CustomOp1 for Linear {
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let x = rows::values(storage, layout)?;
-        self.check(x)?;
+        self.check(layout)?;
         let out = self.forward(x, None)?;
         Ok((CpuStorage::F32(out), self.output_shape(layout)))
     }
@@ -153,7 +153,7 @@ impl CustomOp2 for LinearResidual {
         l2: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let (x, residual) = (rows::values(s1, l1)?, rows::values(s2, l2)?);
-        self.0.check(x)?;
+        self.0.check(l1)?;
         if residual.len() != x.len() / self.0.weight.height() * self.0.weight.width() {
             candle_core::bail!("linear_residual: {:?} and {:?}", l1.shape(), l2.shape());
         }

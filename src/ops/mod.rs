@@ -5,8 +5,8 @@
 //! ([`Param`]) and adds their gradient straight into the unit's flat gradient, so candle never
 //! holds a weight gradient and a unit's weights can be released between the passes.
 //!
-//! [`Tape`] records and differentiates; `naive` composes the same model from plain candle ops and
-//! is the oracle of the tests.
+//! [`Tape`] records and differentiates; `naive` has the same functions in plain candle ops and is the
+//! oracle of the tests.
 
 mod attention;
 mod bias_gelu;

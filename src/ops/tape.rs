@@ -1,7 +1,7 @@
 //! The tape: records ops and walks them backwards.
 //!
-//! candle's own `backward` differentiates the same `CustomOp`s, and tests use it to check them. The
-//! trainer has its own walk because candle's zero-fills and then adds for every contribution, on one
+//! candle's own `backward` differentiates the same `CustomOp`s to the same bits, which a test checks.
+//! The trainer has its own walk because candle's zero-fills and then adds for every contribution, on one
 //! thread (two extra passes over each activation gradient), and keeps every activation until the
 //! end; the tape moves the first contribution, adds further ones in parallel, and frees an
 //! activation as soon as its op is differentiated.
@@ -115,6 +115,15 @@ impl Tape {
     /// # Errors
     /// When the tape did not record, or an op's backward fails.
     pub fn backward(self, output: &Tensor, grad: Tensor, input: &Tensor) -> Result<Option<Tensor>> {
+        Ok(self.gradients(output, grad)?.remove(&input.id()))
+    }
+
+    /// The gradients of all inputs.
+    pub(super) fn gradients(
+        self,
+        output: &Tensor,
+        grad: Tensor,
+    ) -> Result<HashMap<TensorId, Tensor>> {
         if !self.recording {
             bail!("backward on an inference tape");
         }
@@ -154,7 +163,7 @@ impl Tape {
                 }
             }
         }
-        Ok(grads.remove(&input.id()))
+        Ok(grads)
     }
 }
 
@@ -165,4 +174,57 @@ fn accumulate(grads: &mut HashMap<TensorId, Tensor>, arg: &Tensor, grad: Tensor)
     };
     grads.insert(arg.id(), total);
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::naive::Check;
+    use crate::ops::{BiasGelu, LayerNorm, Linear, LinearResidual};
+    use candle_core::Var;
+
+    fn values(t: &Tensor) -> Vec<f32> {
+        t.flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    #[test]
+    fn the_walk_gives_the_bits_of_candles_own() {
+        let check = Check::new(&[("norm", &[24]), ("w", &[24, 40]), ("v", &[40, 24])]);
+        let linear = |name| Linear {
+            weight: check.param(name),
+            bias: None,
+        };
+        let norm = LayerNorm {
+            weight: check.param("norm"),
+            bias: None,
+        };
+        let x = check.input(0, &[9, 24]);
+        let upstream = check.input(1, &[9, 24]);
+
+        // The residual makes x reach the output on two paths.
+        let tape = Tape::recording();
+        let h = tape.apply1(&x, norm.clone()).unwrap();
+        let h = tape.apply1(&h, linear("w")).unwrap();
+        let h = tape.apply1(&h, BiasGelu(None)).unwrap();
+        let y = tape.apply2(&h, &x, LinearResidual(linear("v"))).unwrap();
+        let ours = tape.backward(&y, upstream.clone(), &x).unwrap().unwrap();
+        let weight_grads = ["norm", "w", "v"].map(|name| check.param(name).grad().unwrap());
+
+        let var = Var::from_tensor(&x).unwrap();
+        let h = var.apply_op1(norm).unwrap();
+        let h = h.apply_op1(linear("w")).unwrap();
+        let h = h.apply_op1(BiasGelu(None)).unwrap();
+        let z = h.apply_op2(&var, LinearResidual(linear("v"))).unwrap();
+        assert_eq!(values(&y), values(&z));
+        let loss = (z * upstream).unwrap().sum_all().unwrap();
+        let grads = loss.backward().unwrap();
+        assert_eq!(values(&ours), values(grads.get(&var).unwrap()));
+        // The second walk added to the weights' gradients.
+        for (name, before) in ["norm", "w", "v"].iter().zip(weight_grads) {
+            let doubled: Vec<f32> = before.iter().map(|g| g + g).collect();
+            for (a, b) in check.param(name).grad().unwrap().iter().zip(doubled) {
+                assert!((a - b).abs() <= 1e-5 * (1.0 + b.abs()), "{name}: {a} {b}");
+            }
+        }
+    }
 }

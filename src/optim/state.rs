@@ -9,7 +9,7 @@ use std::ops::Range;
 use super::{Segment, StateEntry, StateSlice};
 
 /// Blocks divide this, and pieces of a segment start on its multiples.
-pub(crate) const ALIGNMENT: usize = 2048;
+pub(crate) const ALIGNMENT: usize = crate::ops::ALIGN;
 
 /// Values of a piece at most, and of a task about.
 const PIECE_VALUES: usize = 64 * 1024;

@@ -5,7 +5,7 @@ use super::DynamicMap;
 use super::dynamic_map::BOUNDARY_MARGIN;
 
 /// Largest block.
-pub(crate) const MAX_BLOCK: usize = 2048;
+pub(crate) const MAX_BLOCK: usize = crate::ops::ALIGN;
 
 /// Room for a block. Its alignment makes the compiler align a kernel's whole stack frame: without,
 /// half of the vectors that it spills straddle cache lines.

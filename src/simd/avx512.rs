@@ -175,7 +175,8 @@ unsafe impl Lanes for Avx512 {
                 let code = if KEEP_NONZERO {
                     let one = _mm512_set1_epi32(1);
                     let x = _mm512_castps_si512(x[k]);
-                    _mm512_max_epu32(code, _mm512_min_epu32(x, one))
+                    // As signed numbers: a negative x, and -0, keeps its code.
+                    _mm512_max_epi32(code, _mm512_min_epi32(x, one))
                 } else {
                     code
                 };

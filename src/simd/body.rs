@@ -62,8 +62,8 @@ macro_rules! simd_kernel {
 
             /// Runs the kernel compiled for `isa`, one of those this CPU supports.
             pub fn on(isa: $crate::simd::Isa, $($arg: $ty),*) $(-> $ret)? {
-                match isa {
-                    // SAFETY: callers take `isa` from `Isa::best` or `Isa::supported`.
+                match isa.within_cpu() {
+                    // SAFETY: the CPU has this set.
                     #[cfg(target_arch = "x86_64")]
                     $crate::simd::Isa::Avx512 => unsafe { avx512($($arg),*) },
                     // SAFETY: as above.
@@ -76,7 +76,8 @@ macro_rules! simd_kernel {
     };
 }
 
-/// `exp(x)` to about 2 ulp, for any x: 0 below the smallest normal result, NaN stays NaN.
+/// `exp(x)` to about 2 ulp: 0 where the result would not be a normal number, exp(88) for larger x,
+/// NaN for NaN.
 #[inline(always)]
 pub fn exp<I: Arithmetic>(x: f32) -> f32 {
     // x = n ln 2 + r with |r| <= ln 2 / 2; adding 1.5 * 2^23 rounds to the integer n, which is

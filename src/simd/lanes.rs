@@ -104,8 +104,8 @@ macro_rules! lanes_kernel {
                     // SAFETY: as above, with AVX-512 F, BW and VL.
                     unsafe { $body::<$crate::simd::avx512::Avx512>($($arg),*) }
                 }
-                match isa {
-                    // SAFETY: callers take `isa` from `Isa::best` or `Isa::supported`.
+                match isa.within_cpu() {
+                    // SAFETY: the CPU has this set.
                     $crate::simd::Isa::Avx512 => return unsafe { on_avx512($($arg),*) },
                     // SAFETY: as above.
                     $crate::simd::Isa::Avx2 => return unsafe { on_avx2($($arg),*) },

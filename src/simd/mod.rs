@@ -14,7 +14,7 @@ pub(crate) mod lanes; // explicit vectors
 use std::sync::OnceLock;
 
 /// An instruction set that kernels have a path for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Isa {
     /// Plain Rust: the readable twin of every kernel.
     Portable,
@@ -50,6 +50,12 @@ impl Isa {
     pub fn best() -> Isa {
         static BEST: OnceLock<Isa> = OnceLock::new();
         *BEST.get_or_init(|| Isa::supported().pop().unwrap_or(Isa::Portable))
+    }
+
+    /// This set, or the best one of this CPU if that is less. Kernels dispatch on it, so that no
+    /// value of this type can lead to an instruction the CPU does not have.
+    pub fn within_cpu(self) -> Isa {
+        self.min(Isa::best())
     }
 }
 
