@@ -1,8 +1,11 @@
-//! Files and folders that are complete or absent, also after a crash or a power cut.
+//! Files and folders that are complete or absent, also after a crash or a power cut, and the hashes
+//! that tell whether they still are what was written.
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
+
+use sha2::{Digest, Sha256};
 
 use crate::{Error, Result};
 
@@ -38,6 +41,19 @@ pub(crate) fn sync_folder(folder: &Path) -> Result<()> {
     File::open(folder)
         .and_then(|f| f.sync_all())
         .map_err(Error::io(folder))
+}
+
+/// Size of a file and the SHA-256 of its content, in hex.
+pub(crate) fn sha256_file(path: &Path) -> Result<(u64, String)> {
+    let mut hasher = Sha256::new();
+    let mut file = File::open(path).map_err(Error::io(path))?;
+    let num_bytes = io::copy(&mut file, &mut hasher).map_err(Error::io(path))?;
+    Ok((num_bytes, hex(&hasher.finalize())))
+}
+
+/// Lower-case hex digits.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 fn parent(path: &Path) -> &Path {

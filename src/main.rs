@@ -1,5 +1,7 @@
 //! The `train` command.
 
+use std::io::Write;
+use std::panic::catch_unwind;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -12,11 +14,14 @@ static ALLOCATOR: MiMalloc = MiMalloc;
 
 fn main() -> ExitCode {
     train::runtime::keep_freed_memory();
-    match train::cli::main(train::cli::Args::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
+    match catch_unwind(|| train::cli::main(train::cli::Args::parse())) {
+        Ok(Ok(())) => ExitCode::SUCCESS,
+        Ok(Err(error)) => {
+            // A closed standard error must not become a panic.
+            let _ = writeln!(std::io::stderr(), "error: {error}");
             ExitCode::from(error.exit_status())
         }
+        // A bug; its message is out already.
+        Err(_) => ExitCode::from(1),
     }
 }

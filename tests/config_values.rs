@@ -5,6 +5,7 @@ use train::Error;
 use train::config::{Plan, RawConfig, Schema};
 use train::optim::StateKind;
 use train::optim::lr::Schedule;
+use train::trainer::NonFinite;
 
 fn valid() -> RawConfig {
     let mut raw = RawConfig::default();
@@ -57,10 +58,33 @@ fn model_values() {
         refuses(|c| c.model.dropout = dropout, &["model.dropout", "below 1"]);
     }
     accepts(|c| c.model.dropout = 0.99);
+    accepts(|c| (c.model.d_model = 1 << 16, c.model.num_layers = 16).1);
+    for d_model in [1 << 20, 1 << 40, usize::MAX - 3] {
+        refuses(
+            |c| c.model.d_model = d_model,
+            &["model.d_model = ", "more than 2^40 parameters"],
+        );
+    }
+    refuses(
+        |c| {
+            (
+                c.model.d_model = 4096,
+                c.model.vocab_size = Some(u32::MAX as usize),
+            )
+                .1
+        },
+        &["model.vocab_size = 4294967295", "2^40"],
+    );
+    refuses(
+        |c| c.model.num_layers = usize::MAX,
+        &["model.num_layers = ", "2^40"],
+    );
+    refuses(|c| c.model.seq_len = 1 << 40, &["model.seq_len = ", "2^40"]);
 }
 
 #[test]
 fn optimizer_values() {
+    let eight_bit = |c: &mut RawConfig| c.optimizer.state = StateKind::EightBit;
     for block in [0, 32, 96, 4096] {
         refuses(
             |c| c.optimizer.block = block,
@@ -68,7 +92,7 @@ fn optimizer_values() {
         );
     }
     for block in [64, 2048] {
-        accepts(|c| c.optimizer.block = block);
+        accepts(|c| (eight_bit(c), c.optimizer.block = block).1);
     }
     refuses(
         |c| c.optimizer.min_8bit_size = 4095,
@@ -160,6 +184,24 @@ fn training_values() {
             &["hardware.peak_tflops"],
         );
     }
+}
+
+#[test]
+fn settings_that_nothing_reads() {
+    let no_effect = "has no effect";
+    refuses(
+        |c| c.optimizer.block = 512,
+        &["optimizer.block = 512", no_effect, "optimizer.state"],
+    );
+    refuses(
+        |c| c.optimizer.min_8bit_size = 8192,
+        &["optimizer.min_8bit_size = 8192", no_effect],
+    );
+    refuses(
+        |c| c.train.max_skips = 3,
+        &["train.max_skips = 3", no_effect, "train.non_finite"],
+    );
+    accepts(|c| (c.train.non_finite = NonFinite::Skip, c.train.max_skips = 3).1);
 }
 
 #[test]

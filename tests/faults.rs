@@ -222,8 +222,8 @@ fn no_byte_of_a_manifest_can_change_unnoticed() {
 fn another_format_version_is_named_and_not_called_damage() {
     let project = saved();
     for version in [
-        json!({"format_version": 0}),
-        json!({"format_version": 2, "new": []}),
+        json!({"format_version": 1}),
+        json!({"format_version": 3, "new": []}),
     ] {
         damage(&project, "manifest.json", |path| {
             fs::write(path, version.to_string()).unwrap();
@@ -231,7 +231,7 @@ fn another_format_version_is_named_and_not_called_damage() {
         let found = format!("format_version is {}", version["format_version"]);
         let ended = project
             .run("a", &RESUME)
-            .fails(3, &["manifest.json", &found, "reads 1"]);
+            .fails(3, &["manifest.json", &found, "reads 2"]);
         assert!(!ended.stderr.contains("delete"), "{}", ended.stderr);
     }
 }
@@ -261,7 +261,7 @@ fn resume_as_another_run_is_refused_and_touches_nothing() {
     let project = Project::new();
     project.run("a", &[]).ok();
     let before = contents(&project.run_folder("a"));
-    let cases: [(&[&str], &str); 7] = [
+    let cases: [(&[&str], &str); 8] = [
         (&["run.seed=2"], "run.seed was 1337, now it is 2"),
         (&["model.d_model=64"], "model.d_model was 32, now it is 64"),
         (
@@ -277,12 +277,16 @@ fn resume_as_another_run_is_refused_and_touches_nothing() {
             "optimizer.state was \"f32\", now it is \"8bit\"",
         ),
         (
-            &["optimizer.block=512"],
-            "optimizer.block was 256, now it is 512",
+            &["optimizer.weight_decay=0.2"],
+            "optimizer.weight_decay was 0.1, now it is 0.2",
         ),
         (
             &["optimizer.beta2=0.99"],
             "optimizer.beta2 was 0.95, now it is 0.99",
+        ),
+        (
+            &["train.global_batch=8"],
+            "train.global_batch was 4, now it is 8",
         ),
     ];
     for (sets, what) in cases {
@@ -308,6 +312,31 @@ fn resume_as_another_run_is_refused_and_touches_nothing() {
         .run("a", &["--resume"])
         .fails(3, &["[data]", "was", "now it is"]);
     assert_eq!(contents(&project.run_folder("a")), before);
+}
+
+#[test]
+fn resume_with_another_schedule_goes_on_and_says_so() {
+    let project = Project::new();
+    project.run("a", &[]).ok();
+    let sets = ["lr.peak=5e-3", "train.grad_clip=0.5", "train.steps=14"];
+    let ended = project.run("a", &[&sets[..], &["--resume"]].concat()).ok();
+    let changes = [
+        "lr.peak was 0.01, now it is 0.005",
+        "train.steps was 12, now it is 14",
+        "train.grad_clip was 1.0, now it is 0.5",
+    ];
+    let recorded = events(&project, "a", "changed");
+    assert_eq!(recorded.len(), changes.len());
+    for (change, event) in changes.iter().zip(&recorded) {
+        assert!(ended.stderr.contains(change), "{}", ended.stderr);
+        assert_eq!(
+            (&event["detail"], &event["step"]),
+            (&json!(change), &json!(12))
+        );
+    }
+    // The checkpoint of step 14 has the new values.
+    let ended = project.run("a", &[&sets[..], &["--resume"]].concat()).ok();
+    assert!(!ended.stderr.contains("now it is"), "{}", ended.stderr);
 }
 
 /// `model.safetensors` of a checkpoint with `value` written at `at` of tensor `name`.
@@ -619,6 +648,16 @@ fn wrong_input_ends_with_a_status_and_a_remedy() {
         .fails(3, &["runs/a", "holds no checkpoint"]);
     let bench = ["bench", "step", "--shape", "1,30,4,16,2,97"];
     project.train(&bench).fails(2, &["--shape", "L,D,H,S,B,V"]);
+    for (option, value) in [
+        ("--log2-n", "35"),
+        ("--threads", "0"),
+        ("--threads", "1025"),
+    ] {
+        let bench = ["bench", "quantize", option, value];
+        project.train(&bench).fails(2, &[option, value]);
+    }
+    let sample = ["sample", "runs/a", "--threads", "0"];
+    project.train(&sample).fails(2, &["--threads"]);
 }
 
 #[test]
@@ -633,6 +672,11 @@ fn weights_that_do_not_fit_are_named() {
         3,
         &["wide.safetensors", "wte.weight", "[20, 64]", "[20, 32]"],
     );
+    project.run("c", &["model.tie_embeddings=false"]).ok();
+    let untied = "runs/c/checkpoints/step_00000012/model.safetensors";
+    let ended = project.run("d", &["--init-from", untied]).ok();
+    let warning = "the model has no lm_head.weight: not loaded";
+    assert!(ended.stderr.contains(warning), "{}", ended.stderr);
     // It is no checkpoint of the run: deleting its folder would be bad advice.
     let ended = init("text.txt").fails(3, &["text.txt"]);
     assert!(!ended.stderr.contains("delete"), "{}", ended.stderr);
@@ -660,7 +704,7 @@ fn a_damaged_token_file_is_refused() {
     shards("b").ok();
     project
         .train(&["sample", "runs/b"])
-        .fails(3, &["tokenizer.json"]);
+        .fails(3, &["tokenizer.json", "token files", "data.tokenizer"]);
 
     project.write("train.bin", &whole[..whole.len() - 3]);
     shards("c").fails(3, &["train.bin"]);

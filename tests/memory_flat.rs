@@ -78,8 +78,6 @@ fn memory_is_flat_over_200_steps() {
                 live.push(LIVE_BYTES.load(Ordering::Relaxed));
             }
         }
-        eprintln!("{live:?}");
-        eprintln!("{live:?}");
         // rayon keeps some bytes a job for a while; one activation here has 2048.
         let (least, most) = (
             live[1..].iter().min().unwrap(),

@@ -143,10 +143,11 @@ fn an_overwrite_that_cannot_start_deletes_nothing() {
 #[test]
 fn the_seed_decides_the_run_and_threads_do_not() {
     let project = Project::new();
-    // Large enough that work is cut for several threads.
+    // Rows are cut into chunks of 64: a microbatch has six.
     let sets = [
         "train.steps=6",
         "model.d_model=64",
+        "model.seq_len=96",
         "train.micro_batch=4",
         "train.global_batch=8",
     ];
@@ -240,6 +241,59 @@ fn a_resumed_run_replays_no_batch_under_8_bit_state() {
         "model.stable_embedding=true",
         "train.threads=2",
     ]);
+}
+
+#[test]
+fn ctrl_c_cuts_an_evaluation_short_and_the_resumed_run_makes_it() {
+    let project = Project::new();
+    // An evaluation takes much longer than a signal.
+    project.write("text.txt", common::text().repeat(30));
+    let sets = [
+        "data.val_fraction=0.9",
+        "train.steps=3",
+        "train.eval_every=2",
+    ];
+    for (name, eval_batches, step) in [
+        ("during", "train.eval_batches=0", 2),
+        ("last", "train.eval_batches=1", 3),
+    ] {
+        let sets = [&sets[..], &[eval_batches]].concat();
+        let whole = format!("{name}_whole");
+        project.run(&whole, &sets).ok();
+        let ended = signal_after(project.start(name, &sets), step, "INT", 0).ok();
+        let message = format!("stopped at step {step} of 3");
+        assert!(ended.stderr.contains(&message), "{}", ended.stderr);
+        let steps = project.story(name).len() as u64;
+        assert_eq!(
+            steps,
+            if step == 2 { 2 } else { 4 },
+            "the evaluation is on record"
+        );
+        project.run(name, &[&sets[..], &["--resume"]].concat()).ok();
+        assert_eq!(project.story(name), project.story(&whole));
+        assert_eq!(project.tensors(name, 3), project.tensors(&whole, 3));
+    }
+}
+
+#[test]
+fn the_last_evaluation_scores_the_whole_split() {
+    let project = Project::new();
+    let val_loss = |name: &str, step: u64| {
+        let lines = project.metrics(name);
+        let of_step = |l: &&Value| l["kind"] == "eval" && l["step"] == step;
+        lines.iter().find(of_step).unwrap()["val_loss"].clone()
+    };
+    let sets = ["train.steps=10", "train.eval_every=5"];
+    for (name, eval_batches) in [
+        ("part", "train.eval_batches=1"),
+        ("all", "train.eval_batches=0"),
+    ] {
+        project
+            .run(name, &[&sets[..], &[eval_batches]].concat())
+            .ok();
+    }
+    assert_ne!(val_loss("part", 4), val_loss("all", 4));
+    assert_eq!(val_loss("part", 9), val_loss("all", 9));
 }
 
 #[test]
@@ -490,7 +544,12 @@ fn the_config_reference_has_every_section_and_key() {
 #[test]
 fn a_closed_standard_output_is_no_panic() {
     let project = Project::new();
-    for args in [&["config-reference"][..], &["prepare", "run.toml"]] {
+    for args in [
+        &["config-reference"][..],
+        &["prepare", "run.toml"],
+        &["bench", "quantize", "--log2-n", "12"],
+        &["bench", "quantize", "--log2-n", "12", "--json"],
+    ] {
         let (reader, writer) = std::io::pipe().unwrap();
         drop(reader);
         let child = project.command(args).stdout(writer).spawn().unwrap();

@@ -134,7 +134,18 @@ impl Checkpoint {
 /// As [`Checkpoint::load_model`].
 pub fn load_weights(path: &Path, model: &Gpt) -> Result<()> {
     with_tensors(path, |tensors| {
-        for param in model.params() {
+        let params = model.params();
+        let mut others = tensors.names();
+        others.retain(|name| params.iter().all(|param| param.spec().name != *name));
+        if !others.is_empty() {
+            others.sort_unstable();
+            tracing::warn!(
+                "{}: the model has no {}: not loaded",
+                path.display(),
+                others.join(", ")
+            );
+        }
+        for param in params {
             let spec = param.spec();
             let bytes = tensor(path, tensors, &spec.name, Dtype::F32, &spec.shape)?;
             let mut values = vec![0.0; spec.len()];

@@ -1,20 +1,21 @@
 //! What a checkpoint says of itself.
 
-use std::fs::File;
-use std::io::{self, Read};
+use std::fmt;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use crate::config::RawConfig;
+use crate::config::Plan;
+use crate::durable::{hex, sha256_file};
 use crate::model::ModelConfig;
 use crate::optim::OptimizerConfig;
+use crate::optim::lr::LrConfig;
 use crate::{Error, Result};
 
 /// Version of the folder's layout.
-pub const FORMAT_VERSION: u32 = 1;
+pub const FORMAT_VERSION: u32 = 2;
 
 /// Where in the run a checkpoint stands.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -58,6 +59,14 @@ pub struct Manifest {
     pub optimizer: OptimizerConfig,
     /// Hash of the prepared data.
     pub data_hash: String,
+    /// Sequences a step: they decide which samples a step has.
+    pub global_batch: usize,
+    /// The learning rate so far.
+    pub lr: LrConfig,
+    /// Steps of the whole run, on which the learning rate depends.
+    pub steps: u64,
+    /// Largest gradient norm so far.
+    pub grad_clip: f32,
     /// All other files of the folder.
     pub files: Vec<FileEntry>,
     /// SHA-256 of this file as it was with [`NO_HASH`] here.
@@ -69,7 +78,8 @@ const NO_HASH: &str = "000000000000000000000000000000000000000000000000000000000
 
 impl Manifest {
     /// The manifest of a run at `position`; the files are listed when they are written.
-    pub fn new(position: Position, raw: &RawConfig, vocab_size: usize, data_hash: &str) -> Self {
+    pub fn new(position: Position, plan: &Plan, vocab_size: usize, data_hash: &str) -> Self {
+        let raw = plan.raw();
         Self {
             format_version: FORMAT_VERSION,
             position,
@@ -78,6 +88,10 @@ impl Manifest {
             vocab_size,
             optimizer: raw.optimizer.clone(),
             data_hash: data_hash.into(),
+            global_batch: plan.global_batch,
+            lr: raw.lr.clone(),
+            steps: raw.train.steps,
+            grad_clip: raw.train.grad_clip,
             files: Vec::new(),
             manifest_sha256: NO_HASH.into(),
         }
@@ -131,27 +145,70 @@ impl Manifest {
     }
 
     /// What makes `other` another run than this one; `None` when it is the same.
-    pub fn first_difference(&self, other: &Self) -> Option<String> {
-        difference("run.seed", &self.seed, &other.seed)
-            .or_else(|| difference("model", &self.model, &other.model))
-            .or_else(|| difference("the vocabulary", &self.vocab_size, &other.vocab_size))
-            .or_else(|| difference("optimizer", &self.optimizer, &other.optimizer))
-            .or_else(|| difference("the hash of [data]", &self.data_hash, &other.data_hash))
+    pub fn first_difference(&self, other: &Self) -> Option<Difference> {
+        let all = [
+            differences("run.seed", &self.seed, &other.seed),
+            differences("model", &self.model, &other.model),
+            differences("the vocabulary", &self.vocab_size, &other.vocab_size),
+            differences("optimizer", &self.optimizer, &other.optimizer),
+            differences("the hash of [data]", &self.data_hash, &other.data_hash),
+            differences(
+                "train.global_batch",
+                &self.global_batch,
+                &other.global_batch,
+            ),
+        ];
+        all.into_iter().flatten().next()
+    }
+
+    /// What `other` does differently from here on, as the same run.
+    pub fn changes(&self, other: &Self) -> Vec<Difference> {
+        let mut changes = differences("lr", &self.lr, &other.lr);
+        changes.extend(differences("train.steps", &self.steps, &other.steps));
+        changes.extend(differences(
+            "train.grad_clip",
+            &self.grad_clip,
+            &other.grad_clip,
+        ));
+        changes
     }
 }
 
-/// The first value in `a` that is another one in `b`, by its key.
-fn difference(key: &str, a: &impl Serialize, b: &impl Serialize) -> Option<String> {
-    fn first(key: &str, a: &Value, b: &Value) -> Option<String> {
+/// A value of one manifest that is another one in a later manifest.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Difference {
+    key: String,
+    was: Value,
+    now: Value,
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "{} was {}, now it is {}", self.key, self.was, self.now)
+    }
+}
+
+/// The values in `a` that are others in `b`, by their keys.
+fn differences(key: &str, a: &impl Serialize, b: &impl Serialize) -> Vec<Difference> {
+    fn collect(key: &str, a: &Value, b: &Value, found: &mut Vec<Difference>) {
         match (a, b) {
-            (Value::Object(a), Value::Object(b)) => a.iter().find_map(|(name, value)| {
-                let other = b.get(name).unwrap_or(&Value::Null);
-                first(&format!("{key}.{name}"), value, other)
+            (Value::Object(a), Value::Object(b)) => {
+                for (name, value) in a {
+                    let other = b.get(name).unwrap_or(&Value::Null);
+                    collect(&format!("{key}.{name}"), value, other, found);
+                }
+            }
+            _ if a != b => found.push(Difference {
+                key: key.into(),
+                was: a.clone(),
+                now: b.clone(),
             }),
-            _ => (a != b).then(|| format!("{key} was {a}, now it is {b}")),
+            _ => {}
         }
     }
-    first(key, &as_written(a), &as_written(b))
+    let mut found = Vec::new();
+    collect(key, &as_written(a), &as_written(b), &mut found);
+    found
 }
 
 /// A value as its JSON text says it: 0.1, where the f32 itself is 0.10000000149.
@@ -162,30 +219,10 @@ fn as_written(value: &impl Serialize) -> Value {
         .unwrap_or_default()
 }
 
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
-}
-
 impl FileEntry {
     /// Measures the file `name` in `folder`.
     pub fn of(folder: &Path, name: &str) -> Result<Self> {
-        let path = folder.join(name);
-        let mut file = File::open(&path).map_err(Error::io(&path))?;
-        let mut hash = Sha256::new();
-        let mut chunk = vec![0; 1 << 20];
-        let mut num_bytes = 0;
-        loop {
-            match file.read(&mut chunk) {
-                Ok(0) => break,
-                Ok(n) => {
-                    hash.update(&chunk[..n]);
-                    num_bytes += n as u64;
-                }
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => return Err(Error::io(&path)(e)),
-            }
-        }
-        let sha256 = hex(&hash.finalize());
+        let (num_bytes, sha256) = sha256_file(&folder.join(name))?;
         Ok(Self {
             name: name.into(),
             num_bytes,

@@ -10,5 +10,5 @@ mod manifest;
 mod save;
 
 pub use load::{Checkpoint, latest, load_weights};
-pub use manifest::{Manifest, Position};
+pub use manifest::{Difference, Manifest, Position};
 pub use save::save;

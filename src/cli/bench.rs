@@ -5,6 +5,7 @@ use std::time::Instant;
 use clap::Subcommand;
 use serde::Serialize;
 
+use super::{num_threads, print};
 use crate::comm::Solo;
 use crate::metrics::{flops, memory};
 use crate::model::{Gpt, ModelConfig};
@@ -41,7 +42,7 @@ enum What {
     /// Nanoseconds a parameter of every optimizer, by state precision and block.
     Optimizer {
         /// Parameters, as a power of two.
-        #[arg(long, default_value_t = 26)]
+        #[arg(long, default_value_t = 26, value_parser = clap::value_parser!(u32).range(0..=34))]
         log2_n: u32,
         #[command(flatten)]
         common: Common,
@@ -49,7 +50,7 @@ enum What {
     /// Speed of the codecs beside memcpy.
     Quantize {
         /// Values, as a power of two.
-        #[arg(long, default_value_t = 26)]
+        #[arg(long, default_value_t = 26, value_parser = clap::value_parser!(u32).range(0..=34))]
         log2_n: u32,
         #[command(flatten)]
         common: Common,
@@ -59,7 +60,7 @@ enum What {
 #[derive(clap::Args)]
 struct Common {
     /// Compute threads; all cores when absent.
-    #[arg(long)]
+    #[arg(long, value_parser = num_threads())]
     threads: Option<usize>,
     /// One JSON array instead of lines.
     #[arg(long)]
@@ -92,18 +93,18 @@ pub fn bench(args: &BenchArgs) -> Result<()> {
             for shape in &mut shapes {
                 shape.unit_normal_embedding |= unit_normal_embedding;
             }
-            print(
+            print_rows(
                 common.json,
                 shapes
                     .iter()
                     .map(|shape| bench_step(shape, *steps, threads)),
             )
         }
-        What::Optimizer { log2_n, .. } => print(
+        What::Optimizer { log2_n, .. } => print_rows(
             common.json,
             optim::bench::optimizers(1 << log2_n).into_iter().map(Ok),
         ),
-        What::Quantize { log2_n, .. } => print(
+        What::Quantize { log2_n, .. } => print_rows(
             common.json,
             optim::bench::codecs(1 << log2_n).into_iter().map(Ok),
         ),
@@ -111,17 +112,17 @@ pub fn bench(args: &BenchArgs) -> Result<()> {
 }
 
 /// Prints rows as they come, or with `json` one array at the end.
-fn print<R: Serialize>(json: bool, rows: impl Iterator<Item = Result<R>>) -> Result<()> {
+fn print_rows<R: Serialize>(json: bool, rows: impl Iterator<Item = Result<R>>) -> Result<()> {
     let mut all = Vec::new();
     for row in rows {
         let row = serde_json::to_value(row?).unwrap_or_default();
         if !json {
-            println!("{row}");
+            print(&format!("{row}\n"))?;
         }
         all.push(row);
     }
     if json {
-        println!("{}", serde_json::Value::Array(all));
+        print(&format!("{}\n", serde_json::Value::Array(all)))?;
     }
     Ok(())
 }

@@ -8,6 +8,7 @@ mod sample;
 use std::io::{ErrorKind, Write};
 use std::path::PathBuf;
 
+use clap::builder::RangedU64ValueParser;
 use clap::{Parser, Subcommand};
 
 use crate::{Error, Result};
@@ -15,7 +16,7 @@ use crate::{Error, Result};
 /// Trains GPT-style language models from a TOML config.
 ///
 /// Exit status: 0 done; 2 the config or command line is wrong; 3 bad data or checkpoint; 4 a peer or
-/// the network failed; 5 training stopped by policy; 1 a bug.
+/// the network failed; 5 training stopped by policy; 130 stopped at once by a second Ctrl-C; 1 a bug.
 #[derive(Parser)]
 #[command(version, max_term_width = 100)]
 pub struct Args {
@@ -46,6 +47,11 @@ pub struct ConfigArgs {
     /// (`TRAIN__TRAIN__STEPS=100`).
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
+}
+
+/// What `--threads` takes.
+fn num_threads() -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=1024)
 }
 
 /// Runs the chosen subcommand.

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use candle_core::{Device, Tensor};
 
-use super::print;
+use super::{num_threads, print};
 use crate::checkpoint;
 use crate::data::Tokenizer;
 use crate::model::{Gpt, Pass};
@@ -32,7 +32,7 @@ pub struct SampleArgs {
     #[arg(long, default_value_t = 1337)]
     seed: u64,
     /// Compute threads; all cores when absent.
-    #[arg(long)]
+    #[arg(long, value_parser = num_threads())]
     threads: Option<usize>,
 }
 
@@ -51,7 +51,15 @@ pub fn sample(args: &SampleArgs) -> Result<()> {
             checkpoints.display()
         )));
     };
-    let tokenizer = Tokenizer::load(&args.run.join("tokenizer.json"))?;
+    let path = args.run.join("tokenizer.json");
+    if !path.exists() {
+        return Err(Error::Data(format!(
+            "{} has no tokenizer.json: a run on token files has no tokenizer of its own. Set \
+             data.tokenizer to the tokenizer.json of those tokens and --resume the run",
+            args.run.display()
+        )));
+    }
+    let tokenizer = Tokenizer::load(&path)?;
     runtime::start_workers(args.threads.unwrap_or_else(runtime::num_cores))?;
     let manifest = &checkpoint.manifest;
     let model = Gpt::new(&manifest.model, manifest.vocab_size);

@@ -2,11 +2,23 @@
 
 use super::RawConfig;
 use crate::optim::lr::Schedule;
+use crate::optim::{OptimizerConfig, StateKind};
+use crate::trainer::{NonFinite, TrainConfig};
+
+/// Parameters of the largest model: more than any machine holds.
+const MAX_PARAMS: u128 = 1 << 40;
 
 /// Findings, all of them, so that one look at the message mends the file.
 pub(super) struct Findings(pub Vec<String>);
 
 impl Findings {
+    /// Notes a setting that nothing reads, which is a mistake to tell about, not to pass over.
+    fn no_effect(&mut self, key: &str, value: impl std::fmt::Debug, under: &str) {
+        self.0.push(format!(
+            "{key} = {value:?} has no effect under {under}: remove it"
+        ));
+    }
+
     /// Notes `key = value: must be …` unless `ok`.
     fn must(&mut self, ok: bool, key: &str, value: impl std::fmt::Debug, be: &str) {
         if !ok {
@@ -95,6 +107,21 @@ fn model(raw: &RawConfig, found: &mut Findings) {
             "at least 1 and below 2^32 (tokens are u32)",
         );
     }
+    // 12 D^2 weights a block; positions; at most two tables.
+    let [l, d, s] = [model.num_layers, model.d_model, model.seq_len].map(|n| n as u128);
+    let v = model.vocab_size.unwrap_or(0) as u128;
+    let blocks = l.saturating_mul(12).saturating_mul(d).saturating_mul(d);
+    let tables = d.saturating_mul(s + 2 * v);
+    if blocks.saturating_add(tables) > MAX_PARAMS {
+        let vocab = match model.vocab_size {
+            Some(v) => format!(", model.vocab_size = {v}"),
+            None => String::new(),
+        };
+        found.0.push(format!(
+            "model.num_layers = {l}, model.d_model = {d}, model.seq_len = {s}{vocab}: more than \
+             2^40 parameters; make the largest of them smaller"
+        ));
+    }
     let dropout = model.dropout;
     found.must(
         (0.0..1.0).contains(&dropout),
@@ -117,6 +144,17 @@ fn optimizer(raw: &RawConfig, found: &mut Findings) {
     // Smaller parameters lie in the plain region of a unit's buffer, which has no block grid.
     let min = optimizer.min_8bit_size;
     found.must(min >= 4096, "optimizer.min_8bit_size", min, "at least 4096");
+    if optimizer.state == StateKind::F32 {
+        let default = OptimizerConfig::default();
+        for (key, value, default) in [
+            ("optimizer.block", block, default.block),
+            ("optimizer.min_8bit_size", min, default.min_8bit_size),
+        ] {
+            if value != default {
+                found.no_effect(key, value, "optimizer.state = \"f32\"");
+            }
+        }
+    }
     for (key, beta) in [
         ("optimizer.beta1", optimizer.beta1),
         ("optimizer.beta2", optimizer.beta2),
@@ -154,7 +192,6 @@ fn lr(raw: &RawConfig, found: &mut Findings) {
             lr.min, lr.peak
         ));
     }
-    // A setting that nothing reads is a mistake to tell about, not to pass over.
     if !decays && let Some(end) = lr.decay_end {
         found.0.push(format!(
             "lr.decay_end = {end} has no effect under lr.schedule = \"constant\": remove it or \
@@ -227,6 +264,10 @@ fn train(raw: &RawConfig, num_ranks: usize, found: &mut Findings) {
     if let Some(threads) = train.threads {
         let be = "from 1 to 1024; leave it out for all cores";
         found.must((1..=1024).contains(&threads), "train.threads", threads, be);
+    }
+    let skips = train.max_skips;
+    if train.non_finite == NonFinite::Abort && skips != TrainConfig::default().max_skips {
+        found.no_effect("train.max_skips", skips, "train.non_finite = \"abort\"");
     }
     let clip = train.grad_clip;
     let ok = clip.is_finite() && clip >= 0.0;

@@ -6,7 +6,7 @@ use super::RawConfig;
 use super::check::findings;
 use super::explain::Origins;
 use super::schema::{Kind, Schema, shortest};
-use crate::{Error, Result};
+use crate::{Error, Result, runtime};
 
 /// Ranks of a run.
 const NUM_RANKS: usize = 1;
@@ -52,12 +52,11 @@ impl Plan {
         }
         let at_once = raw.train.micro_batch * NUM_RANKS;
         let global_batch = raw.train.global_batch.unwrap_or(at_once);
-        let cores = || std::thread::available_parallelism().map_or(1, |n| n.get());
         Ok(Self {
             run_dir: raw.run.dir.join(&raw.run.name),
             global_batch,
             micro_steps: global_batch / at_once,
-            threads: raw.train.threads.unwrap_or_else(cores),
+            threads: raw.train.threads.unwrap_or_else(runtime::num_cores),
             resolved: to_toml(&raw)?,
             raw,
         })

@@ -77,6 +77,18 @@ impl DataConfig {
                     shards.vocab_size
                 ));
             }
+            let default = Self::default();
+            let no_effect = |key: &str, value: &dyn std::fmt::Debug| {
+                wrong(format!(
+                    "{key} = {value:?} has no effect beside data.shards: remove it"
+                ))
+            };
+            if self.val_fraction != default.val_fraction {
+                return no_effect("data.val_fraction", &self.val_fraction);
+            }
+            if self.extensions != default.extensions {
+                return no_effect("data.extensions", &self.extensions);
+            }
             return Ok(());
         }
         if !has_text {
@@ -116,7 +128,7 @@ mod tests {
 
     #[test]
     fn a_wrong_value_is_an_error_that_names_its_key() {
-        let faults: [(&str, DataConfig); 9] = [
+        let faults: [(&str, DataConfig); 11] = [
             ("data.text", DataConfig::default()),
             (
                 "data.val_fraction",
@@ -171,6 +183,22 @@ mod tests {
                 "data.shards.vocab_size",
                 DataConfig {
                     shards: shards(0),
+                    ..DataConfig::default()
+                },
+            ),
+            (
+                "data.val_fraction",
+                DataConfig {
+                    shards: shards(256),
+                    val_fraction: 0.2,
+                    ..DataConfig::default()
+                },
+            ),
+            (
+                "data.extensions",
+                DataConfig {
+                    shards: shards(256),
+                    extensions: vec!["py".into()],
                     ..DataConfig::default()
                 },
             ),

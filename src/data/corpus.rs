@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use sha2::{Digest, Sha256};
 
 use crate::data::config::DataConfig;
+use crate::durable::hex;
 use crate::{Error, Result};
 
 /// One file of text.
@@ -76,11 +77,6 @@ impl Corpus {
             num_bytes,
         })
     }
-}
-
-/// Lower-case hex digits.
-pub(super) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 fn read_document(path: PathBuf) -> Result<Document> {

@@ -15,11 +15,11 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::data::config::{DataConfig, ShardsConfig};
-use crate::data::corpus::{Corpus, hex};
+use crate::data::corpus::Corpus;
 use crate::data::ngram;
 use crate::data::shard::{self, Shard};
 use crate::data::tokenizer::{Tokenizer, TokenizerSpec};
-use crate::durable;
+use crate::durable::{self, hex, sha256_file};
 use crate::metrics::progress::bars;
 use crate::{Error, Result};
 
@@ -173,7 +173,7 @@ fn prepare_text(config: &DataConfig, spec: &TokenizerSpec, progress: bool) -> Re
 fn dataset_hash(corpus: &Corpus, config: &DataConfig, spec: &TokenizerSpec) -> Result<String> {
     let tokenizer = match spec {
         // Not the path: the same file elsewhere is the same tokenizer.
-        TokenizerSpec::File(path) => format!("file {}", file_hash(path)?),
+        TokenizerSpec::File(path) => format!("file {}", sha256_file(path)?.1),
         _ => config.tokenizer.clone(),
     };
     let text = format!(
@@ -182,13 +182,6 @@ fn dataset_hash(corpus: &Corpus, config: &DataConfig, spec: &TokenizerSpec) -> R
         config.val_fraction.to_bits()
     );
     Ok(hex(&Sha256::digest(text)))
-}
-
-fn file_hash(path: &Path) -> Result<String> {
-    let mut hasher = Sha256::new();
-    let mut file = File::open(path).map_err(Error::io(path))?;
-    std::io::copy(&mut file, &mut hasher).map_err(Error::io(path))?;
-    Ok(hex(&hasher.finalize()))
 }
 
 /// Fills `folder` with train.bin, val.bin, the tokenizer and meta.json.
@@ -225,7 +218,7 @@ fn build(
     tokenizer.save(folder)?;
     let mut files = BTreeMap::new();
     for name in ["train.bin", "val.bin", tokenizer.file_name()] {
-        files.insert(name.to_string(), file_hash(&folder.join(name))?);
+        files.insert(name.to_string(), sha256_file(&folder.join(name))?.1);
     }
     bar.set_message("baselines");
     let baselines = ngram::cross_entropy(train, val, vocab_size);
@@ -276,7 +269,7 @@ fn open_prepared(folder: &Path, hash: &str) -> Result<Dataset> {
     let mut tokenizer = None;
     for (name, expected) in &meta.files {
         let file = folder.join(name);
-        if file_hash(&file)? != *expected {
+        if sha256_file(&file)?.1 != *expected {
             return Err(bad(&file, "differs from what was written"));
         }
         if name.ends_with(".json") {

@@ -1,6 +1,6 @@
 //! Floating-point operations of a training step.
 //!
-//! The formulas are those of Narayanan et al. 2021, "Efficient Large-Scale Language Model Training
+//! The formula is that of Narayanan et al. 2021, "Efficient Large-Scale Language Model Training
 //! on GPU Clusters Using Megatron-LM" (section 5.1 and appendix). Others differ by more than 30% on
 //! the same run, so every number is logged with [`FORMULA`].
 
@@ -42,16 +42,6 @@ impl Shape {
     /// That is 3 passes (forward, and backward twice) of 2 operations for each multiply-add:
     /// 12 h^2 weights a block, 2 s h for attention (not halved for the causal mask), V h for the head.
     pub fn model_flops(&self) -> f64 {
-        self.flops(72.0, 12.0)
-    }
-
-    /// What is computed when every block runs its forward pass again:
-    /// 96 B s L h^2 (1 + s/(6h) + V/(16 L h)). The head is not computed again.
-    pub fn recompute_flops(&self) -> f64 {
-        self.flops(96.0, 16.0)
-    }
-
-    fn flops(&self, blocks: f64, head: f64) -> f64 {
         let [b, s, l, h, v] = [
             self.num_sequences,
             self.seq_len,
@@ -60,7 +50,7 @@ impl Shape {
             self.vocab_size,
         ]
         .map(|n| n as f64);
-        blocks * b * s * l * h * h * (1.0 + s / (6.0 * h) + v / (head * l * h))
+        72.0 * b * s * l * h * h * (1.0 + s / (6.0 * h) + v / (12.0 * l * h))
     }
 }
 
@@ -79,7 +69,7 @@ mod tests {
     use super::*;
 
     /// The naive count: matrix by matrix.
-    fn count(shape: &Shape, block_passes: u64) -> f64 {
+    fn count(shape: &Shape) -> f64 {
         let [b, s, l, h, v] = [
             shape.num_sequences,
             shape.seq_len,
@@ -91,11 +81,11 @@ mod tests {
         let linear = 2 * b * s * (h * 3 * h + h * h + h * 4 * h + 4 * h * h);
         let attention = 2 * 2 * b * s * s * h;
         let head = 2 * b * s * h * v;
-        (block_passes * l * (linear + attention) + 3 * head) as f64
+        (3 * (l * (linear + attention) + head)) as f64
     }
 
     #[test]
-    fn formulas_equal_the_count_matrix_by_matrix() {
+    fn the_formula_equals_the_count_matrix_by_matrix() {
         let shapes = [
             (8, 256, 4, 256, 4096),
             (4, 256, 12, 768, 50257),
@@ -110,8 +100,7 @@ mod tests {
                 vocab_size,
             };
             let relative = |a: f64, b: f64| (a / b - 1.0).abs();
-            assert!(relative(shape.model_flops(), count(&shape, 3)) < 1e-12);
-            assert!(relative(shape.recompute_flops(), count(&shape, 4)) < 1e-12);
+            assert!(relative(shape.model_flops(), count(&shape)) < 1e-12);
         }
     }
 

@@ -17,6 +17,8 @@ pub const FILE_NAME: &str = "metrics.jsonl";
 pub struct Jsonl {
     path: PathBuf,
     file: File,
+    /// Step of the last line of an evaluation.
+    last_eval: Option<u64>,
 }
 
 #[derive(Serialize)]
@@ -35,7 +37,11 @@ impl Jsonl {
     pub fn create(run_dir: &Path) -> Result<Self> {
         let path = run_dir.join(FILE_NAME);
         match OpenOptions::new().append(true).create_new(true).open(&path) {
-            Ok(file) => Ok(Self { path, file }),
+            Ok(file) => Ok(Self {
+                path,
+                file,
+                last_eval: None,
+            }),
             Err(e) if e.kind() == ErrorKind::AlreadyExists => Err(Error::Config(format!(
                 "{} exists: continue that run with --resume, or choose another run.name",
                 path.display()
@@ -54,17 +60,26 @@ impl Jsonl {
     /// [`Error::Data`] naming the line that is no record; [`Error::Io`].
     pub fn resume(run_dir: &Path, step: u64) -> Result<Self> {
         let path = run_dir.join(FILE_NAME);
-        match File::open(&path) {
+        let last_eval = match File::open(&path) {
             Ok(old) => rewrite(&path, BufReader::new(old), step)?,
-            Err(e) if e.kind() == ErrorKind::NotFound => {}
+            Err(e) if e.kind() == ErrorKind::NotFound => None,
             Err(e) => return Err(Error::io(path)(e)),
-        }
+        };
         let file = OpenOptions::new()
             .append(true)
             .create(true)
             .open(&path)
             .map_err(Error::io(&path))?;
-        Ok(Self { path, file })
+        Ok(Self {
+            path,
+            file,
+            last_eval,
+        })
+    }
+
+    /// Step of the last line of an evaluation, also when an earlier process wrote it.
+    pub fn last_eval(&self) -> Option<u64> {
+        self.last_eval
     }
 
     /// Writes the line of a step. A value that is not finite is null there, and an event
@@ -84,6 +99,7 @@ impl Jsonl {
     /// [`Error::Io`].
     pub fn eval(&mut self, record: &EvalRecord) -> Result<()> {
         self.write(&Line::Eval(record))?;
+        self.last_eval = Some(record.step);
         self.non_finite(record.step, &[("val_loss", record.val_loss)])
     }
 
@@ -109,8 +125,10 @@ impl Jsonl {
     }
 }
 
-/// Replaces `path` by the lines of `old` that belong to steps below `step`, byte for byte.
-fn rewrite(path: &Path, mut old: impl BufRead, step: u64) -> Result<()> {
+/// Replaces `path` by the lines of `old` that belong to steps below `step`, byte for byte, and
+/// returns the step of the last evaluation among them.
+fn rewrite(path: &Path, mut old: impl BufRead, step: u64) -> Result<Option<u64>> {
+    let mut last_eval = None;
     // In the same folder, so that the rename is atomic: a kill in between leaves one whole file.
     let temporary = path.with_extension("jsonl.tmp");
     let new = File::create(&temporary).map_err(Error::io(&temporary))?;
@@ -126,7 +144,7 @@ fn rewrite(path: &Path, mut old: impl BufRead, step: u64) -> Result<()> {
             break;
         }
         let record: Option<Value> = serde_json::from_slice(&line).ok();
-        let Some(at) = record.and_then(|r| r.get("step")?.as_u64()) else {
+        let Some(at) = record.as_ref().and_then(|r| r.get("step")?.as_u64()) else {
             return Err(Error::Data(format!(
                 "{}:{number} is no record (an object with a step): remove the line to resume",
                 path.display()
@@ -134,13 +152,17 @@ fn rewrite(path: &Path, mut old: impl BufRead, step: u64) -> Result<()> {
         };
         if at < step {
             new.write_all(&line).map_err(Error::io(&temporary))?;
+            if record.is_some_and(|r| r["kind"] == "eval") {
+                last_eval = Some(at);
+            }
         }
     }
     let new = new
         .into_inner()
         .map_err(|e| Error::io(&temporary)(e.into_error()))?;
     new.sync_all().map_err(Error::io(&temporary))?;
-    std::fs::rename(&temporary, path).map_err(Error::io(path))
+    std::fs::rename(&temporary, path).map_err(Error::io(path))?;
+    Ok(last_eval)
 }
 
 #[cfg(test)]

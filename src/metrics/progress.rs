@@ -32,7 +32,6 @@ pub struct Progress {
 enum Output {
     Bar(ProgressBar),
     Lines,
-    Nothing,
 }
 
 impl Progress {
@@ -57,14 +56,6 @@ impl Progress {
         Self { output, num_steps }
     }
 
-    /// Shows nothing, for ranks other than 0.
-    pub fn hidden() -> Self {
-        Self {
-            output: Output::Nothing,
-            num_steps: 0,
-        }
-    }
-
     /// Shows a finished step.
     pub fn step(&self, record: &TrainRecord) {
         match &self.output {
@@ -73,7 +64,6 @@ impl Progress {
                 bar.set_message(numbers(record));
             }
             Output::Lines => write_above_bars(line(record, self.num_steps).as_bytes()),
-            Output::Nothing => {}
         }
     }
 

@@ -35,7 +35,8 @@ pub struct ModelConfig {
     pub bias: bool,
     /// Share of activations and attention probabilities dropped in training.
     pub dropout: f32,
-    /// How weight matrices start: "gpt2" or "xavier".
+    /// How weight matrices of blocks and head start: "gpt2" or "xavier". The embeddings do not follow
+    /// it: they start normal with deviation 0.02, StableEmbedding's word embedding Xavier-uniform.
     pub init: Init,
 }
 

@@ -71,7 +71,8 @@ pub struct TrainConfig {
     pub device: ComputeDevice,
     /// Steps between evaluations; 0 for one at the end only.
     pub eval_every: u64,
-    /// Validation micro-batches an evaluation; 0 for the whole split.
+    /// Validation micro-batches of evaluations during the run, 0 for the whole split; the last one
+    /// always scores the whole split.
     pub eval_batches: usize,
     /// Largest global gradient norm: larger gradients are scaled down to it; 0 for no limit.
     pub grad_clip: f32,

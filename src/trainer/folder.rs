@@ -4,6 +4,7 @@ use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 
 use crate::config::Plan;
+use crate::metrics::{jsonl, logging, tensorboard};
 use crate::{Error, Result, durable};
 
 /// How a run begins.
@@ -105,8 +106,8 @@ impl RunFolder {
             fs::remove_dir_all(&deleted).map_err(Error::io(&deleted))?;
         }
         let files = [
-            "metrics.jsonl",
-            "train.log",
+            jsonl::FILE_NAME,
+            logging::FILE_NAME,
             "config.toml",
             "tokenizer.json",
         ];
@@ -129,12 +130,12 @@ impl RunFolder {
 
     /// `metrics.jsonl`.
     pub fn metrics(&self) -> PathBuf {
-        self.path.join("metrics.jsonl")
+        self.path.join(jsonl::FILE_NAME)
     }
 
     /// `tensorboard/`.
     pub fn tensorboard(&self) -> PathBuf {
-        self.path.join("tensorboard")
+        self.path.join(tensorboard::DIR_NAME)
     }
 
     /// `checkpoints/`.

@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use crate::metrics::progress::write_above_bars;
+
 /// Exit status after a second signal, as a shell reports an interrupt.
 const INTERRUPTED: i32 = 130;
 
@@ -17,7 +19,9 @@ impl Interrupt {
         let signals = interrupt.0.clone();
         let installed = ctrlc::set_handler(move || {
             if signals.fetch_add(1, Ordering::SeqCst) == 0 {
-                eprintln!("stopping after this step; once more stops at once and loses it");
+                write_above_bars(
+                    b"stopping after this step; once more stops at once and loses it\n",
+                );
             } else {
                 std::process::exit(INTERRUPTED);
             }

@@ -117,6 +117,13 @@ impl Recorder {
         Ok(())
     }
 
+    /// Whether the evaluation after `num_steps` steps is on record.
+    pub fn has_eval(&self, num_steps: u64) -> bool {
+        self.jsonl
+            .last_eval()
+            .is_some_and(|step| step + 1 == num_steps)
+    }
+
     /// Records something that happened at `step`.
     pub fn event(&mut self, step: u64, event: &str, detail: &str) -> Result<()> {
         self.jsonl

@@ -6,7 +6,7 @@ use super::folder::{RunFolder, Start};
 use super::interrupt::Interrupt;
 use super::recorder::{Recorder, Step};
 use super::{ActivationCheckpointing, NonFinite};
-use crate::checkpoint::{self, Checkpoint, Manifest, Position};
+use crate::checkpoint::{self, Checkpoint, Difference, Manifest, Position};
 use crate::comm::Solo;
 use crate::config::Plan;
 use crate::data::{self, Dataset, Sampler, Windows};
@@ -23,9 +23,10 @@ use crate::{Error, Result, runtime};
 pub fn train(plan: &Plan, start: Start) -> Result<()> {
     let folder = RunFolder::check(plan, &start)?;
     runtime::start_workers(plan.threads)?;
-    let interrupt = Interrupt::listen();
     // Everything that can be wrong with the input is found before an earlier run is deleted.
     let dataset = data::prepare(&plan.raw().data, true)?;
+    // From here on there is something to save: until now a signal ends the process.
+    let interrupt = Interrupt::listen();
     let mut trainer = Trainer::new(plan, &dataset, folder, &start)?;
     trainer.run(&interrupt)
 }
@@ -73,10 +74,11 @@ impl<'a> Trainer<'a> {
         let mut engine = Engine::new(model, &raw.optimizer, Box::new(Solo), options)?;
         let mut position = Position::default();
         let mut resumed = None;
+        let mut changes = Vec::new();
         if *start == Start::Resume
             && let Some(found) = checkpoint::latest(&folder.checkpoints())?
         {
-            check_same_run(&found, plan, vocab_size, dataset)?;
+            changes = check_same_run(&found, plan, vocab_size, dataset)?;
             found.load_model(engine.model())?;
             found.load_optimizer(&mut engine)?;
             position = found.manifest.position;
@@ -89,7 +91,7 @@ impl<'a> Trainer<'a> {
         }
         logging::to_file(folder.path())?;
         let resumes = *start == Start::Resume;
-        let recorder = Recorder::open(plan, &folder, vocab_size, position.step, resumes)?;
+        let mut recorder = Recorder::open(plan, &folder, vocab_size, position.step, resumes)?;
         let saved_step = resumed.is_some().then_some(position.step);
         match resumed {
             Some(path) => {
@@ -99,6 +101,11 @@ impl<'a> Trainer<'a> {
                 tracing::info!("no checkpoint yet: starting at step 0")
             }
             None => {}
+        }
+        for change in changes {
+            let change = change.to_string();
+            tracing::warn!("the run goes on with other settings: {change}");
+            recorder.event(position.step, "changed", &change)?;
         }
         tracing::info!(
             "{} parameters in {} units, {} of optimizer state, {} sequences of {} tokens a step \
@@ -127,24 +134,32 @@ impl<'a> Trainer<'a> {
     fn run(&mut self, interrupt: &Interrupt) -> Result<()> {
         let raw = self.plan.raw();
         let num_steps = raw.train.steps;
-        if self.position.step >= num_steps {
-            tracing::info!("nothing to do: the run has its {num_steps} steps");
-            return self.recorder.finish();
-        }
         // A checkpoint comes after the evaluation of its step: a resumed run repeats neither.
         let due =
             |every: u64, step: u64| step == num_steps || (every > 0 && step.is_multiple_of(every));
+        // A signal may have cut the last evaluation short.
+        let step = self.position.step;
+        let mut evaluate =
+            step > 0 && due(raw.train.eval_every, step) && !self.recorder.has_eval(step);
+        if step >= num_steps && !evaluate {
+            tracing::info!("nothing to do: the run has its {num_steps} steps");
+            return self.recorder.finish();
+        }
         let mut val_loss = f64::NAN;
-        while self.position.step < num_steps {
-            self.step()?;
+        while evaluate || self.position.step < num_steps {
+            if !evaluate {
+                self.step()?;
+                evaluate = due(raw.train.eval_every, self.position.step);
+            }
             let step = self.position.step;
-            if due(raw.train.eval_every, step) {
-                val_loss = self.evaluate()?;
+            if evaluate && let Some(loss) = self.evaluate(interrupt)? {
+                val_loss = loss;
+                evaluate = false;
             }
             if due(raw.checkpoint.every, step) {
                 self.save()?;
             }
-            if interrupt.requested() && step < num_steps {
+            if interrupt.requested() && (evaluate || step < num_steps) {
                 self.save()?;
                 self.recorder
                     .event(step, "interrupted", "stopped by a signal")?;
@@ -223,18 +238,23 @@ impl<'a> Trainer<'a> {
         )))
     }
 
-    /// Mean loss on the validation split, recorded.
-    fn evaluate(&mut self) -> Result<f64> {
+    /// Mean loss on the validation split, recorded; `None` when a signal cut it short.
+    fn evaluate(&mut self, interrupt: &Interrupt) -> Result<Option<f64>> {
         let raw = self.plan.raw();
         let windows = Windows::new(&self.dataset.val, raw.model.seq_len)?;
         let limit = match raw.train.eval_batches {
-            0 => usize::MAX,
-            n => n,
+            n if n > 0 && self.position.step < raw.train.steps => n,
+            _ => usize::MAX,
         };
         let batches = windows.batches(raw.train.micro_batch).take(limit);
-        let val_loss = self.engine.evaluate(batches)?;
+        let batches = batches.take_while(|_| !interrupt.requested());
+        let val_loss = self.engine.evaluate(batches);
+        if interrupt.requested() {
+            return Ok(None);
+        }
+        let val_loss = val_loss?;
         self.recorder.eval(self.position.step, val_loss)?;
-        Ok(val_loss)
+        Ok(Some(val_loss))
     }
 
     fn save(&mut self) -> Result<()> {
@@ -244,7 +264,7 @@ impl<'a> Trainer<'a> {
         let raw = self.plan.raw();
         let manifest = Manifest::new(
             self.position,
-            raw,
+            self.plan,
             self.engine.model().vocab_size(),
             &self.dataset.meta.hash,
         );
@@ -257,17 +277,22 @@ impl<'a> Trainer<'a> {
     }
 }
 
-/// A resumed run is the run that never stopped, so what defines it must be the same.
+/// A resumed run is the run that never stopped, so what defines it must be the same. Returns what
+/// may change, and did.
 fn check_same_run(
     found: &Checkpoint,
     plan: &Plan,
     vocab_size: usize,
     dataset: &Dataset,
-) -> Result<()> {
-    let raw = plan.raw();
-    let now = Manifest::new(found.manifest.position, raw, vocab_size, &dataset.meta.hash);
+) -> Result<Vec<Difference>> {
+    let now = Manifest::new(
+        found.manifest.position,
+        plan,
+        vocab_size,
+        &dataset.meta.hash,
+    );
     match found.manifest.first_difference(&now) {
-        None => Ok(()),
+        None => Ok(found.manifest.changes(&now)),
         Some(what) => Err(Error::Checkpoint(format!(
             "{}: {what}; resume with the config of the run, or start another with --set run.name=NAME",
             found.path().display()
