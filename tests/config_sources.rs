@@ -282,7 +282,8 @@ fn the_reference_has_every_key_with_its_doc_and_loads_as_the_default() {
             .split("\n\n")
             .find(|e| e.contains(&format!("\n{name} = ")) || e.contains(&format!("\n# {name} = ")))
             .unwrap_or_else(|| panic!("{path} is not in the reference"));
-        assert!(entry.contains(&key.doc), "{path}: {entry}");
+        let doc = key.doc.replace('\n', "\n# ");
+        assert!(entry.contains(&doc), "{path}: {entry}");
     }
     for section in &Schema::get().sections {
         assert!(

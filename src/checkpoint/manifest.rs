@@ -69,7 +69,7 @@ pub struct Manifest {
     pub grad_clip: f32,
     /// All other files of the folder.
     pub files: Vec<FileEntry>,
-    /// SHA-256 of this file as it was with [`NO_HASH`] here.
+    /// SHA-256 of this file as it was with 64 zeros here.
     pub manifest_sha256: String,
 }
 
