@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Ours beside the peers, alternately, on one machine in one sitting; prints ratios.
 
-usage: compare.py step|optimizer|shakespeare [--rounds 3] [--threads 2] [--text FILE] [--train PATH]
+usage: compare.py step|optimizer|shakespeare [--rounds 3] [--seeds 1 2 3] [--threads 2] [--text FILE] [--train PATH]
 
 step         the training step at three sizes and with N(0,1) embeddings: eager and compiled PyTorch
 optimizer    nanoseconds a parameter at 2^26: PyTorch's fused and default AdamW, bitsandbytes' 8-bit
@@ -91,7 +91,7 @@ def optimizer(args):
 
 def shakespeare(args):
     config = HERE.parent.parent / "configs" / "shakespeare_char.toml"
-    for seed in range(1, args.rounds + 1):
+    for seed in args.seeds:
         with tempfile.TemporaryDirectory() as runs:
             for state in ("f32", "8bit"):
                 name = f"{state}-{seed}"
@@ -112,6 +112,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["step", "optimizer", "shakespeare"])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of shakespeare")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--text")
     parser.add_argument("--train", default=HERE.parent.parent / "target" / "release" / "train")
