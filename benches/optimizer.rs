@@ -1,7 +1,7 @@
 //! Criterion benches of the optimizer step and the block-wise codec on all cores.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use train::comm::Solo;
+use train::comm::Comm;
 use train::optim::{OptimizerConfig, Segment, StateKind, StepInputs, build};
 use train::quant::Blockwise;
 
@@ -29,6 +29,7 @@ fn adamw(c: &mut Criterion) {
             let mut optimizer = build(&config, vec![segment], num_params);
             let mut params = vec![0.5f32; num_params];
             let grads: Vec<f32> = (0..num_params).map(|i| (i as f32).sin() * 1e-3).collect();
+            let comm = Comm::solo();
             let mut update = 0;
             let id = BenchmarkId::new(format!("{state:?}/{block}"), num_params);
             group.bench_function(id, |b| {
@@ -38,7 +39,7 @@ fn adamw(c: &mut Criterion) {
                         update,
                         lr: 1e-3,
                         grad_scale: 1.0,
-                        group: &Solo,
+                        comm: &comm,
                     };
                     optimizer.step(&inputs, &mut params, &grads).unwrap();
                 });

@@ -4,7 +4,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicIsize, Ordering};
 
-use train::comm::Solo;
+use train::comm::Comm;
 use train::model::{Gpt, ModelConfig};
 use train::optim::OptimizerConfig;
 use train::rng::{self, Purpose};
@@ -63,7 +63,7 @@ fn memory_is_flat_over_200_steps() {
             min_8bit_size: 4096,
         };
         let optimizer = OptimizerConfig::default();
-        let mut engine = Engine::new(model, &optimizer, Box::new(Solo), options).unwrap();
+        let mut engine = Engine::new(model, &optimizer, Comm::solo(), options).unwrap();
         let mut live = Vec::with_capacity(22);
         for step in 0..220 {
             let batches = (0..2).map(|i| MicroBatch {

@@ -1,7 +1,9 @@
 //! AdamW, f32 and 8-bit: against PyTorch's numbers, against its own twin, and against what went
 //! wrong in other 8-bit optimizers.
 
-use train::comm::Solo;
+use std::sync::LazyLock;
+
+use train::comm::Comm;
 use train::optim::{
     AdamW, Optimizer, OptimizerConfig, Segment, StateKind, StateSlice, StepInputs, build,
 };
@@ -24,12 +26,14 @@ fn segment(range: std::ops::Range<usize>, decay: bool, eight_bit: bool) -> Segme
     }
 }
 
+static COMM: LazyLock<Comm> = LazyLock::new(Comm::solo);
+
 fn inputs(update: u64, lr: f32) -> StepInputs<'static> {
     StepInputs {
         update,
         lr,
         grad_scale: 1.0,
-        group: &Solo,
+        comm: &COMM,
     }
 }
 

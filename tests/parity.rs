@@ -5,7 +5,7 @@
 use std::path::Path;
 
 use train::checkpoint::load_weights;
-use train::comm::Solo;
+use train::comm::Comm;
 use train::model::{Gpt, ModelConfig};
 use train::optim::{OptimizerConfig, StateKind};
 use train::zero::{Engine, EngineOptions, MicroBatch};
@@ -57,7 +57,7 @@ fn engine(state: StateKind, recompute_blocks: bool) -> Engine {
         recompute_blocks,
         min_8bit_size: 4096,
     };
-    Engine::new(model, &optimizer, Box::new(Solo), options).unwrap()
+    Engine::new(model, &optimizer, Comm::solo(), options).unwrap()
 }
 
 /// Losses and gradient norms of 50 steps.

@@ -2,7 +2,7 @@
 
 use std::iter::once;
 
-use train::comm::Solo;
+use train::comm::Comm;
 use train::model::{Gpt, ModelConfig};
 use train::ops::Param;
 use train::optim::{OptimizerConfig, StateKind, StateSlice};
@@ -62,7 +62,7 @@ fn engine(config: &ModelConfig, options: Options) -> Engine {
         recompute_blocks: options.recompute_blocks,
         min_8bit_size: 4096,
     };
-    Engine::new(model, &optimizer, Box::new(Solo), engine_options).unwrap()
+    Engine::new(model, &optimizer, Comm::solo(), engine_options).unwrap()
 }
 
 /// The global batch of `step` in microbatches of `sequences_each`.

@@ -6,7 +6,7 @@ use clap::Subcommand;
 use serde::Serialize;
 
 use super::{num_threads, print};
-use crate::comm::Solo;
+use crate::comm::Comm;
 use crate::metrics::{flops, memory};
 use crate::model::{Gpt, ModelConfig};
 use crate::ops::{Mat, MatMut, gemm};
@@ -235,7 +235,7 @@ fn bench_step(shape: &Shape, num_steps: usize, threads: usize) -> Result<StepRow
         recompute_blocks: false,
         min_8bit_size: 4096,
     };
-    let mut engine = Engine::new(model, &OptimizerConfig::default(), Box::new(Solo), options)?;
+    let mut engine = Engine::new(model, &OptimizerConfig::default(), Comm::solo(), options)?;
     let num_tokens = micro_batch * seq_len;
     let mut times_ms = Vec::new();
     for step in 0..num_steps.max(1) as u64 + 2 {

@@ -1,5 +1,9 @@
 //! The collective trait, and the group of one rank.
 
+use std::ops::{Add, AddAssign};
+
+use serde::Serialize;
+
 use crate::Result;
 
 /// How an all-reduce combines values. Sums accumulate in f32, in rank order.
@@ -11,54 +15,57 @@ pub enum ReduceOp {
     Max,
 }
 
-/// One collective with the buffers it works on.
-///
-/// Buffers are owned while the collective runs and come back through [`Pending::wait`], so an
-/// asynchronous backend needs no lifetimes and a caller reuses its allocations.
-#[derive(Debug)]
-pub enum Collective {
-    /// `recv` becomes every rank's `send`, concatenated in rank order. Bytes: the type is the codec's.
-    AllGather { send: Vec<u8>, recv: Vec<u8> },
-    /// `send` is `size` equal pieces; `recv` becomes the sum over ranks of the caller's piece.
-    ReduceScatter { send: Vec<f32>, recv: Vec<f32> },
-    /// `data` becomes the combination over ranks.
-    AllReduce { data: Vec<f32>, op: ReduceOp },
-    /// Piece `r` of `send` (of `send_bytes[r]` bytes) goes to rank `r`; `recv` likewise.
-    AllToAll {
-        send: Vec<u8>,
-        send_bytes: Vec<usize>,
-        recv: Vec<u8>,
-        recv_bytes: Vec<usize>,
-    },
-    /// `data` becomes rank `root`'s `data`.
-    Broadcast { data: Vec<u8>, root: usize },
-    /// Returns once every rank has arrived.
+/// Bytes by the link they cross.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct LinkBytes {
+    /// Between ranks of one node.
+    pub intra_bytes: u64,
+    /// Between nodes.
+    pub inter_bytes: u64,
+}
+
+impl Add for LinkBytes {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            intra_bytes: self.intra_bytes + other.intra_bytes,
+            inter_bytes: self.inter_bytes + other.inter_bytes,
+        }
+    }
+}
+
+impl AddAssign for LinkBytes {
+    fn add_assign(&mut self, other: Self) {
+        *self = *self + other;
+    }
+}
+
+/// A collective and its sizes, to ask what it moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Call<'a> {
+    /// [`Group::all_gather`] of `piece_bytes` a rank.
+    AllGather { piece_bytes: usize },
+    /// [`Group::reduce_scatter`] of `piece_bytes` a rank.
+    ReduceScatter { piece_bytes: usize },
+    /// [`Group::all_reduce`] of `bytes` in all.
+    AllReduce { bytes: usize },
+    /// [`Group::all_to_all`].
+    AllToAll { recv_bytes: &'a [usize] },
+    /// [`Group::broadcast`] of `bytes` from `root`.
+    Broadcast { bytes: usize, root: usize },
+    /// [`Group::barrier`].
     Barrier,
 }
 
-/// A started collective.
-pub struct Pending {
-    wait: Box<dyn FnOnce() -> Result<Collective> + Send>,
-}
-
-impl Pending {
-    /// A collective that `wait` finishes.
-    pub fn new(wait: impl FnOnce() -> Result<Collective> + Send + 'static) -> Self {
-        Self {
-            wait: Box::new(wait),
-        }
-    }
-
-    /// Blocks until the collective is done and gives its buffers back.
-    ///
-    /// # Errors
-    /// [`crate::Error::Peer`] naming the rank that failed or is missing.
-    pub fn wait(self) -> Result<Collective> {
-        (self.wait)()
-    }
-}
-
 /// Ranks that call the same collectives in the same order.
+///
+/// Calls block; [`Comm`](super::Comm) runs them beside the computation. Pieces are equal:
+/// `send.len() / size` and so on must be whole and the same on every rank.
+///
+/// # Errors
+/// Every collective fails with [`crate::Error::Peer`] naming the rank that is missing, has failed
+/// or called another collective; from then on the group stays failed.
 pub trait Group: Send + Sync {
     /// This process's place in the group, `0..size`.
     fn rank(&self) -> usize;
@@ -66,23 +73,37 @@ pub trait Group: Send + Sync {
     /// Number of ranks.
     fn size(&self) -> usize;
 
-    /// Starts a collective; every rank of the group must start the same one.
-    ///
-    /// # Errors
-    /// [`crate::Error::Peer`] when the group has already failed.
-    fn start(&self, collective: Collective) -> Result<Pending>;
+    /// `recv` becomes every rank's `send`, in rank order. Bytes: the type is the codec's.
+    fn all_gather(&self, send: &[u8], recv: &mut [u8]) -> Result<()>;
 
-    /// Combines a few numbers over all ranks and waits.
-    ///
-    /// # Errors
-    /// As [`Pending::wait`].
-    fn all_reduce(&self, values: &[f32], op: ReduceOp) -> Result<Vec<f32>> {
-        let data = values.to_vec();
-        match self.start(Collective::AllReduce { data, op })?.wait()? {
-            Collective::AllReduce { data, .. } => Ok(data),
-            other => unreachable!("an all-reduce came back as {other:?}"),
-        }
-    }
+    /// `send` is `size` pieces; `recv` becomes the sum over ranks of the caller's piece. Ranks are
+    /// added in rank order inside a node, then nodes in node order.
+    fn reduce_scatter(&self, send: &[f32], recv: &mut [f32]) -> Result<()>;
+
+    /// `data` becomes the combination over ranks: the same bits on every rank.
+    fn all_reduce(&self, data: &mut [f32], op: ReduceOp) -> Result<()>;
+
+    /// Piece `r` of `send` (`send_bytes[r]` bytes) goes to rank `r`; `recv` likewise, in rank
+    /// order. `recv_bytes[r]` must be what rank `r` sends; 0 is a size.
+    fn all_to_all(
+        &self,
+        send: &[u8],
+        send_bytes: &[usize],
+        recv: &mut [u8],
+        recv_bytes: &[usize],
+    ) -> Result<()>;
+
+    /// `data` becomes rank `root`'s `data`.
+    fn broadcast(&self, data: &mut [u8], root: usize) -> Result<()>;
+
+    /// Returns once every rank has arrived.
+    fn barrier(&self) -> Result<()>;
+
+    /// What this rank receives in `call`, by the algorithm's formula, framing included.
+    fn volume(&self, call: Call) -> LinkBytes;
+
+    /// What this rank has received so far, counted where the bytes arrive.
+    fn received(&self) -> LinkBytes;
 }
 
 /// The group of one rank: every collective is a copy.
@@ -98,36 +119,38 @@ impl Group for Solo {
         1
     }
 
-    fn start(&self, mut collective: Collective) -> Result<Pending> {
-        match &mut collective {
-            Collective::AllGather { send, recv } | Collective::AllToAll { send, recv, .. } => {
-                recv.copy_from_slice(send)
-            }
-            Collective::ReduceScatter { send, recv } => recv.copy_from_slice(send),
-            Collective::AllReduce { .. } | Collective::Broadcast { .. } | Collective::Barrier => {}
-        }
-        Ok(Pending::new(move || Ok(collective)))
+    fn all_gather(&self, send: &[u8], recv: &mut [u8]) -> Result<()> {
+        recv.copy_from_slice(send);
+        Ok(())
     }
-}
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+    fn reduce_scatter(&self, send: &[f32], recv: &mut [f32]) -> Result<()> {
+        recv.copy_from_slice(send);
+        Ok(())
+    }
 
-    #[test]
-    fn one_rank_reduces_to_itself() {
-        let group = Solo;
-        assert_eq!(
-            group.all_reduce(&[1.0, 2.0], ReduceOp::Sum).unwrap(),
-            [1.0, 2.0]
-        );
-        let pending = group.start(Collective::AllGather {
-            send: vec![7, 8],
-            recv: vec![0, 0],
-        });
-        match pending.unwrap().wait().unwrap() {
-            Collective::AllGather { recv, .. } => assert_eq!(recv, [7, 8]),
-            other => panic!("{other:?}"),
-        }
+    fn all_reduce(&self, _: &mut [f32], _: ReduceOp) -> Result<()> {
+        Ok(())
+    }
+
+    fn all_to_all(&self, send: &[u8], _: &[usize], recv: &mut [u8], _: &[usize]) -> Result<()> {
+        recv.copy_from_slice(send);
+        Ok(())
+    }
+
+    fn broadcast(&self, _: &mut [u8], _: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn barrier(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn volume(&self, _: Call) -> LinkBytes {
+        LinkBytes::default()
+    }
+
+    fn received(&self) -> LinkBytes {
+        LinkBytes::default()
     }
 }

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use serde::Serialize;
 
 use super::{AdamW, Optimizer, OptimizerConfig, Segment, StateKind, StepInputs};
-use crate::comm::Solo;
+use crate::comm::Comm;
 use crate::quant::Blockwise;
 
 /// Time of one optimizer step.
@@ -61,6 +61,7 @@ pub fn optimizers(num_params: usize) -> Vec<OptimizerRow> {
             eight_bit: true,
         };
         let mut adamw = AdamW::new(&config, vec![segment], num_params);
+        let comm = Comm::solo();
         let mut update = 0;
         let seconds = best_seconds(|| {
             update += 1;
@@ -68,7 +69,7 @@ pub fn optimizers(num_params: usize) -> Vec<OptimizerRow> {
                 update,
                 lr: 1e-3,
                 grad_scale: 1.0,
-                group: &Solo,
+                comm: &comm,
             };
             adamw
                 .step(&inputs, &mut params, &grads)

@@ -10,7 +10,7 @@ mod state;
 use std::ops::Range;
 
 use crate::Result;
-use crate::comm::Group;
+use crate::comm::Comm;
 
 pub use adamw::AdamW;
 pub use config::{OptimizerConfig, OptimizerName, QuantMap, StateKind};
@@ -39,7 +39,7 @@ pub struct StepInputs<'a> {
     /// Every gradient is multiplied by this before use (clipping).
     pub grad_scale: f32,
     /// For norms over parameters that several ranks share.
-    pub group: &'a dyn Group,
+    pub comm: &'a Comm,
 }
 
 /// The bytes of one piece of state, to save or to fill.

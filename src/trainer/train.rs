@@ -7,7 +7,7 @@ use super::interrupt::Interrupt;
 use super::recorder::{Recorder, Step};
 use super::{ActivationCheckpointing, NonFinite};
 use crate::checkpoint::{self, Checkpoint, Difference, Manifest, Position};
-use crate::comm::Solo;
+use crate::comm::Comm;
 use crate::config::Plan;
 use crate::data::{self, Dataset, Sampler, Windows};
 use crate::metrics::logging;
@@ -71,7 +71,7 @@ impl<'a> Trainer<'a> {
             recompute_blocks: raw.train.activation_checkpointing == ActivationCheckpointing::Block,
             min_8bit_size: raw.optimizer.min_8bit_size,
         };
-        let mut engine = Engine::new(model, &raw.optimizer, Box::new(Solo), options)?;
+        let mut engine = Engine::new(model, &raw.optimizer, Comm::solo(), options)?;
         let mut position = Position::default();
         let mut resumed = None;
         let mut changes = Vec::new();

@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 
 use super::partition;
-use crate::comm::{Group, ReduceOp};
+use crate::comm::{Comm, ReduceOp};
 use crate::model::{Gpt, Pass, Unit};
 use crate::ops::{ALIGN, Tape};
 use crate::optim::{self, Optimizer, OptimizerConfig, StepInputs};
@@ -52,7 +52,7 @@ pub struct Engine {
     model: Gpt,
     /// One a unit.
     optimizers: Vec<Box<dyn Optimizer>>,
-    group: Box<dyn Group>,
+    comm: Comm,
     options: EngineOptions,
     /// Updates so far. Skipped steps do not count.
     num_updates: u64,
@@ -66,12 +66,13 @@ impl Engine {
     pub fn new(
         model: Gpt,
         optimizer: &OptimizerConfig,
-        group: Box<dyn Group>,
+        comm: Comm,
         options: EngineOptions,
     ) -> Result<Self> {
+        let place = comm.topology();
         let build = |unit: &Arc<dyn Unit>| {
             let layout = unit.buffer().layout();
-            let shard = partition::shard(layout.num_elements, group.size(), group.rank());
+            let shard = partition::shard(layout.num_elements, place.world(), place.rank);
             let segments = partition::segments(layout, &shard, options.min_8bit_size);
             optim::build(optimizer, segments, shard.len())
         };
@@ -79,7 +80,7 @@ impl Engine {
         Ok(Self {
             model,
             optimizers,
-            group,
+            comm,
             options,
             num_updates: 0,
         })
@@ -130,7 +131,7 @@ impl Engine {
         for batch in micro_batches {
             loss += self.forward_backward(step, num_tokens, batch)?;
         }
-        let loss = self.group.all_reduce(&[loss], ReduceOp::Sum)?[0];
+        let loss = self.comm.all_reduce(&[loss], ReduceOp::Sum)?[0];
         for unit in self.model.units() {
             if let Some(name) = unit.buffer().without_grad().next() {
                 return Err(candle_core::Error::Msg(format!("{name} has no gradient")).into());
@@ -158,7 +159,7 @@ impl Engine {
             update: self.num_updates,
             lr,
             grad_scale,
-            group: &*self.group,
+            comm: &self.comm,
         };
         for (unit, optimizer) in self.model.units().iter().zip(&mut self.optimizers) {
             unit.buffer()
@@ -220,7 +221,7 @@ impl Engine {
                 Ok(partials.iter().sum::<f64>())
             })?;
         }
-        Ok(self.group.all_reduce(&[sum as f32], ReduceOp::Sum)?[0].sqrt())
+        Ok(self.comm.all_reduce(&[sum as f32], ReduceOp::Sum)?[0].sqrt())
     }
 
     /// The first parameter with a value that is not finite, or else with such a gradient, or else
