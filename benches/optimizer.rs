@@ -23,6 +23,7 @@ fn adamw(c: &mut Criterion) {
             let segment = Segment {
                 range: 0..num_params,
                 name: "weight".into(),
+                offset: 0,
                 decay: true,
                 eight_bit: true,
             };

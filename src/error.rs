@@ -44,6 +44,17 @@ impl Error {
         move |source| Error::Io { path, source }
     }
 
+    /// The error that ended rank 0 with `status`, on another rank.
+    pub fn of_lead(status: u8, message: &str) -> Error {
+        let message = format!("rank 0: {message}");
+        match status {
+            2 => Error::Config(message),
+            3 => Error::Data(message),
+            5 => Error::Policy(message),
+            _ => Error::Peer(message),
+        }
+    }
+
     /// The process's exit status for this error.
     pub fn exit_status(&self) -> u8 {
         match self {

@@ -20,6 +20,7 @@ fn config(state: StateKind, block: usize) -> OptimizerConfig {
 fn segment(range: std::ops::Range<usize>, decay: bool, eight_bit: bool) -> Segment {
     Segment {
         name: format!("p{}", range.start),
+        offset: 0,
         range,
         decay,
         eight_bit,

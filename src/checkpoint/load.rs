@@ -1,13 +1,15 @@
 //! Finding, checking and reading a checkpoint.
 
+use std::collections::HashMap;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
 
 use super::manifest::{FileEntry, Manifest};
-use crate::model::Gpt;
+use crate::model::{Gpt, Unit};
 use crate::optim::StateSlice;
 use crate::zero::Engine;
 use crate::{Error, Result};
@@ -53,6 +55,16 @@ impl Checkpoint {
     /// # Errors
     /// As [`latest`].
     pub fn open(path: &Path) -> Result<Self> {
+        let checkpoint = Self::open_unchecked(path)?;
+        checkpoint.check_files()?;
+        Ok(checkpoint)
+    }
+
+    /// Opens a checkpoint whose files another rank has compared with the manifest.
+    ///
+    /// # Errors
+    /// As [`latest`], for the manifest.
+    pub fn open_unchecked(path: &Path) -> Result<Self> {
         let file = path.join("manifest.json");
         let json = fs::read(&file).map_err(|e| damaged(&file, &e.to_string()))?;
         let manifest = Manifest::from_json(&json).map_err(|e| match e {
@@ -65,7 +77,15 @@ impl Checkpoint {
                 return Err(damaged(&file, &format!("it lists no {name}")));
             }
         }
-        for expected in &manifest.files {
+        Ok(Self {
+            path: path.to_path_buf(),
+            manifest,
+        })
+    }
+
+    fn check_files(&self) -> Result<()> {
+        let path = &self.path;
+        for expected in &self.manifest.files {
             let found = FileEntry::of(path, &expected.name)
                 .map_err(|e| damaged(&path.join(&expected.name), &e.to_string()))?;
             if found != *expected {
@@ -76,10 +96,7 @@ impl Checkpoint {
                 return Err(damaged(&path.join(&expected.name), &reason));
             }
         }
-        Ok(Self {
-            path: path.to_path_buf(),
-            manifest,
-        })
+        Ok(())
     }
 
     /// Where it lies.
@@ -87,104 +104,148 @@ impl Checkpoint {
         &self.path
     }
 
-    /// Overwrites the weights of `model`.
+    /// Its weights.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] naming a tensor that is missing or has another shape.
-    pub fn load_model(&self, model: &Gpt) -> Result<()> {
-        load_weights(&self.path.join("model.safetensors"), model)
+    /// As [`Weights::open`].
+    pub fn weights(&self) -> Result<Weights> {
+        Weights::open(&self.path.join("model.safetensors"))
     }
 
-    /// Overwrites the state of the engine's optimizers and its number of updates.
+    /// Overwrites this rank's part of the state of the engine's optimizers, and its number of
+    /// updates. It does not matter how many ranks saved it.
     ///
     /// # Errors
-    /// As [`Checkpoint::load_model`], also when state has another precision or block size.
+    /// [`Error::Checkpoint`] naming a tensor that is missing, or has another shape, precision or
+    /// block size.
     pub fn load_optimizer(&self, engine: &mut Engine) -> Result<()> {
-        let path = self.path.join("optimizer.safetensors");
-        with_tensors(&path, |tensors| {
-            for (_, optimizer) in engine.optimizers() {
-                let names: Vec<String> = optimizer
-                    .segments()
-                    .iter()
-                    .map(|s| s.name.clone())
-                    .collect();
-                for entry in optimizer.state() {
-                    let name = format!("{}/{}", names[entry.segment], entry.name);
-                    let (dtype, len) = match &entry.values {
-                        StateSlice::F32(values) => (Dtype::F32, values.len()),
-                        StateSlice::U8(codes) => (Dtype::U8, codes.len()),
-                    };
-                    let bytes = tensor(&path, tensors, &name, dtype, &[len])?;
-                    match entry.values {
-                        StateSlice::F32(values) => copy_f32(bytes, values),
-                        StateSlice::U8(codes) => codes.copy_from_slice(bytes),
+        let file = Mapped::open(&self.path.join("optimizer.safetensors"))?;
+        let tensors = file.tensors()?;
+        for state in engine.states() {
+            let layout = state.unit.buffer().layout();
+            let lens: HashMap<&str, usize> = (layout.params.iter())
+                .map(|param| (param.name.as_str(), param.len()))
+                .collect();
+            let segments = state.optimizer.segments().to_vec();
+            for entry in state.optimizer.state() {
+                let segment = &segments[entry.segment];
+                let name = format!("{}/{}", segment.name, entry.name);
+                let whole = lens.get(segment.name.as_str()).copied().unwrap_or_default();
+                let shape = [whole.div_ceil(entry.block)];
+                let first = segment.offset / entry.block;
+                match entry.values {
+                    StateSlice::F32(values) => {
+                        let bytes = file.tensor(&tensors, &name, Dtype::F32, &shape)?;
+                        copy_f32(&bytes[first * 4..], values);
+                    }
+                    StateSlice::U8(codes) => {
+                        let bytes = file.tensor(&tensors, &name, Dtype::U8, &shape)?;
+                        codes.copy_from_slice(&bytes[first..first + codes.len()]);
                     }
                 }
             }
-            Ok(())
-        })?;
+        }
         engine.set_num_updates(self.manifest.position.num_updates);
         Ok(())
     }
 }
 
-/// Overwrites the weights of `model` with the tensors of the same names in a safetensors file.
-///
-/// # Errors
-/// As [`Checkpoint::load_model`].
-pub fn load_weights(path: &Path, model: &Gpt) -> Result<()> {
-    with_tensors(path, |tensors| {
+/// Weights in a safetensors file.
+pub struct Weights(Mapped);
+
+impl Weights {
+    /// Opens a file.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] when it is not a safetensors file.
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = Mapped::open(path)?;
+        file.tensors()?;
+        Ok(Self(file))
+    }
+
+    /// Warns of tensors that `model` has no parameter for.
+    ///
+    /// # Errors
+    /// As [`Weights::open`].
+    pub fn warn_of_others(&self, model: &Gpt) -> Result<()> {
         let params = model.params();
+        let tensors = self.0.tensors()?;
         let mut others = tensors.names();
         others.retain(|name| params.iter().all(|param| param.spec().name != *name));
         if !others.is_empty() {
             others.sort_unstable();
             tracing::warn!(
                 "{}: the model has no {}: not loaded",
-                path.display(),
+                self.0.path.display(),
                 others.join(", ")
             );
         }
-        for param in params {
+        Ok(())
+    }
+
+    /// Fills the weights of one unit.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] naming a tensor that is missing or has another shape.
+    pub fn fill(&self, unit: &Arc<dyn Unit>) -> Result<()> {
+        let tensors = self.0.tensors()?;
+        for param in unit.buffer().params() {
             let spec = param.spec();
-            let bytes = tensor(path, tensors, &spec.name, Dtype::F32, &spec.shape)?;
+            let bytes = (self.0).tensor(&tensors, &spec.name, Dtype::F32, &spec.shape)?;
             let mut values = vec![0.0; spec.len()];
             copy_f32(bytes, &mut values);
             param.write(&values)?;
         }
         Ok(())
-    })
-}
-
-fn with_tensors<R>(path: &Path, f: impl FnOnce(&SafeTensors) -> Result<R>) -> Result<R> {
-    let file = File::open(path).map_err(Error::io(path))?;
-    // SAFETY: the map is only read; a file changed by others while it is mapped could change
-    // values under us, which the manifest's hash was there to exclude.
-    let map = unsafe { Mmap::map(&file) }.map_err(Error::io(path))?;
-    let tensors = SafeTensors::deserialize(&map)
-        .map_err(|e| Error::Checkpoint(format!("{}: no safetensors file: {e}", path.display())))?;
-    f(&tensors)
-}
-
-fn tensor<'a>(
-    path: &Path,
-    tensors: &SafeTensors<'a>,
-    name: &str,
-    dtype: Dtype,
-    shape: &[usize],
-) -> Result<&'a [u8]> {
-    let wrong = |found: String| {
-        Error::Checkpoint(format!(
-            "{}: {name} is {found}, but the config makes it {dtype:?} {shape:?}: train with the \
-             config of the checkpoint, or start a new run",
-            path.display()
-        ))
-    };
-    let view = tensors.tensor(name).map_err(|_| wrong("missing".into()))?;
-    if view.dtype() != dtype || view.shape() != shape {
-        return Err(wrong(format!("{:?} {:?}", view.dtype(), view.shape())));
     }
-    Ok(view.data())
+}
+
+/// A safetensors file in memory.
+struct Mapped {
+    path: PathBuf,
+    map: Mmap,
+}
+
+impl Mapped {
+    fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path).map_err(Error::io(path))?;
+        // SAFETY: the map is only read; a file changed by others while it is mapped could change
+        // values under us, which the manifest's hash was there to exclude.
+        let map = unsafe { Mmap::map(&file) }.map_err(Error::io(path))?;
+        Ok(Self {
+            path: path.to_path_buf(),
+            map,
+        })
+    }
+
+    fn tensors(&self) -> Result<SafeTensors<'_>> {
+        SafeTensors::deserialize(&self.map).map_err(|e| {
+            let path = self.path.display();
+            Error::Checkpoint(format!("{path}: no safetensors file: {e}"))
+        })
+    }
+
+    fn tensor<'a>(
+        &self,
+        tensors: &SafeTensors<'a>,
+        name: &str,
+        dtype: Dtype,
+        shape: &[usize],
+    ) -> Result<&'a [u8]> {
+        let wrong = |found: String| {
+            Error::Checkpoint(format!(
+                "{}: {name} is {found}, but the config makes it {dtype:?} {shape:?}: train with \
+                 the config of the checkpoint, or start a new run",
+                self.path.display()
+            ))
+        };
+        let view = tensors.tensor(name).map_err(|_| wrong("missing".into()))?;
+        if view.dtype() != dtype || view.shape() != shape {
+            return Err(wrong(format!("{:?} {:?}", view.dtype(), view.shape())));
+        }
+        Ok(view.data())
+    }
 }
 
 fn copy_f32(bytes: &[u8], values: &mut [f32]) {

@@ -5,10 +5,11 @@
 //! renamed, so a folder with that name is always complete. Tensors are whole parameters by name:
 //! nothing in the files depends on how many ranks wrote them.
 
+mod collect;
 mod load;
 mod manifest;
 mod save;
 
-pub use load::{Checkpoint, latest, load_weights};
+pub use load::{Checkpoint, Weights, latest};
 pub use manifest::{Difference, Manifest, Position};
 pub use save::save;

@@ -1,5 +1,6 @@
 //! `train bench`.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use clap::Subcommand;
@@ -8,7 +9,7 @@ use serde::Serialize;
 use super::{num_threads, print};
 use crate::comm::Comm;
 use crate::metrics::{flops, memory};
-use crate::model::{Gpt, ModelConfig};
+use crate::model::{Gpt, ModelConfig, Unit};
 use crate::ops::{Mat, MatMut, gemm};
 use crate::optim::{self, OptimizerConfig};
 use crate::rng::{self, Purpose};
@@ -218,24 +219,31 @@ fn bench_step(shape: &Shape, num_steps: usize, threads: usize) -> Result<StepRow
         ..ModelConfig::default()
     };
     let gemm_before = gemm_limit(threads);
-    let model = Gpt::new(&config, vocab_size);
-    model.initialize(1)?;
-    if unit_normal_embedding {
-        for param in model.params() {
-            if param.spec().name.starts_with("wte") || param.spec().name.starts_with("wpe") {
+    let fill = |unit: &Arc<dyn Unit>| {
+        unit.buffer().initialize(1)?;
+        for param in unit.buffer().params() {
+            if !unit_normal_embedding {
+                break;
+            }
+            let name = &param.spec().name;
+            if name.starts_with("wte") || name.starts_with("wpe") {
                 let n = param.spec().len() as u64;
                 let values: Vec<f32> = (0..n).map(|i| rng::normal(2, Purpose::Init, i)).collect();
                 param.write(&values)?;
             }
         }
-    }
+        Ok(())
+    };
     let options = EngineOptions {
         seed: 1,
         grad_clip: 1.0,
         recompute_blocks: false,
         min_8bit_size: 4096,
+        ..EngineOptions::default()
     };
-    let mut engine = Engine::new(model, &OptimizerConfig::default(), Comm::solo(), options)?;
+    let model = Gpt::new(&config, vocab_size);
+    let comm = Arc::new(Comm::solo());
+    let mut engine = Engine::new(model, &OptimizerConfig::default(), comm, options, fill)?;
     let num_tokens = micro_batch * seq_len;
     let mut times_ms = Vec::new();
     for step in 0..num_steps.max(1) as u64 + 2 {

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use super::ConfigArgs;
 use crate::Result;
+use crate::comm::Comm;
 use crate::config::Plan;
 use crate::trainer::{self, Start};
 
@@ -34,5 +35,5 @@ pub fn run(args: &RunArgs) -> Result<()> {
             weights: args.init_from.clone(),
         }
     };
-    trainer::train(&plan, start)
+    trainer::train(&plan, start, Comm::solo())
 }

@@ -63,7 +63,8 @@ pub fn sample(args: &SampleArgs) -> Result<()> {
     runtime::start_workers(args.threads.unwrap_or_else(runtime::num_cores))?;
     let manifest = &checkpoint.manifest;
     let model = Gpt::new(&manifest.model, manifest.vocab_size);
-    checkpoint.load_model(&model)?;
+    let weights = checkpoint.weights()?;
+    model.units().iter().try_for_each(|unit| weights.fill(unit))?;
 
     let mut tokens = tokenizer.encode(&args.prompt).map_err(|e| match e {
         Error::Data(what) => Error::Config(format!("--prompt {:?}: {what}", args.prompt)),

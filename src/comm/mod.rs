@@ -1,9 +1,11 @@
 //! Collectives between ranks.
 
 mod group;
+mod ledger;
 mod stream;
 mod topology;
 
 pub use group::{Call, Group, LinkBytes, ReduceOp, Solo};
-pub use stream::{Comm, Finished, Groups, Pending};
+pub use ledger::{Label, Ledger, Purpose, PurposeTraffic, Totals, Traffic};
+pub use stream::{Comm, Groups, Moved, Pending};
 pub use topology::Topology;

@@ -4,12 +4,12 @@
 //! runs and gives them back through [`Pending::wait`], so nothing is borrowed across threads, and
 //! no collective ever blocks a compute worker.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::{Group, ReduceOp, Solo, Topology};
+use super::{Call, Group, Label, Ledger, LinkBytes, Purpose, Solo, Topology, Totals, Traffic};
 use crate::{Error, Result};
 
 /// The groups a rank belongs to.
@@ -41,44 +41,55 @@ type Task = Box<dyn FnOnce(&Groups) + Send>;
 /// A rank's groups, and the thread that runs collectives on them.
 pub struct Comm {
     groups: Arc<Groups>,
+    ledger: Arc<Mutex<Ledger>>,
     /// None for one rank, whose tasks only copy: they run where they are started.
     thread: Option<(Sender<Task>, JoinHandle<()>)>,
 }
 
+/// What a collective gives back.
+#[derive(Debug)]
+pub struct Moved<T> {
+    /// Buffers and results.
+    pub value: T,
+    /// Elements of whole units, padding included.
+    pub elements: usize,
+    /// What this rank received.
+    pub bytes: LinkBytes,
+}
+
 /// What a task returned, and how long it ran.
 struct Done<T> {
-    result: Result<T>,
+    result: Result<Moved<T>>,
     busy: Duration,
 }
 
 /// A started task.
-pub struct Pending<T>(Receiver<Done<T>>);
-
-/// The end of a task, seen from the computation.
-#[derive(Debug)]
-pub struct Finished<T> {
-    /// What the task returned.
-    pub value: T,
-    /// How long it ran.
-    pub busy: Duration,
-    /// How long the computation waited for it.
-    pub exposed: Duration,
+pub struct Pending<T> {
+    done: Receiver<Done<T>>,
+    label: Label,
+    ledger: Arc<Mutex<Ledger>>,
 }
 
 impl<T> Pending<T> {
-    /// Blocks until the task is done.
+    /// Blocks until the task is done, and books it.
     ///
     /// # Errors
     /// The task's own.
-    pub fn wait(self) -> Result<Finished<T>> {
+    pub fn wait(self) -> Result<T> {
         let start = Instant::now();
-        let gone = || Error::Peer("the communication thread ended early".into());
-        let done = self.0.recv().map_err(|_| gone())?;
-        Ok(Finished {
-            value: done.result?,
-            busy: done.busy,
+        let gone = |_| Error::Peer("the communication thread ended early".into());
+        let Done { result, busy } = self.done.recv().map_err(gone)?;
+        let moved = result?;
+        let totals = Totals {
+            calls: 1,
+            elements: moved.elements as u64,
+            moved: moved.bytes,
+            busy,
             exposed: start.elapsed(),
-        })
+        };
+        let mut ledger = self.ledger.lock().expect("no holder panicked");
+        ledger.book(self.label, totals);
+        Ok(moved.value)
     }
 }
 
@@ -102,6 +113,7 @@ impl Comm {
             .map_err(|e| Error::Config(format!("cannot start the communication thread: {e}")))?;
         Ok(Self {
             groups,
+            ledger: Arc::default(),
             thread: Some((tasks, thread)),
         })
     }
@@ -110,6 +122,7 @@ impl Comm {
     pub fn solo() -> Self {
         Self {
             groups: Arc::new(Groups::solo()),
+            ledger: Arc::default(),
             thread: None,
         }
     }
@@ -124,13 +137,14 @@ impl Comm {
         &self.groups
     }
 
-    /// Queues `task` behind those started before it. Every rank must start the same tasks in the
-    /// same order.
+    /// Queues `task` behind those started before it; waiting for it books it under `label`. Every
+    /// rank must start the same tasks in the same order.
     pub fn start<T: Send + 'static>(
         &self,
-        task: impl FnOnce(&Groups) -> Result<T> + Send + 'static,
+        label: Label,
+        task: impl FnOnce(&Groups) -> Result<Moved<T>> + Send + 'static,
     ) -> Pending<T> {
-        let (send, receive) = sync_channel(1);
+        let (send, done) = sync_channel(1);
         let task: Task = Box::new(move |groups| {
             let start = Instant::now();
             let result = task(groups);
@@ -145,7 +159,11 @@ impl Comm {
             Some((tasks, _)) => drop(tasks.send(task)),
             None => task(&self.groups),
         }
-        Pending(receive)
+        Pending {
+            done,
+            label,
+            ledger: self.ledger.clone(),
+        }
     }
 
     /// Runs `task` and waits for it.
@@ -154,24 +172,122 @@ impl Comm {
     /// The task's own.
     pub fn run<T: Send + 'static>(
         &self,
-        task: impl FnOnce(&Groups) -> Result<T> + Send + 'static,
+        label: Label,
+        task: impl FnOnce(&Groups) -> Result<Moved<T>> + Send + 'static,
     ) -> Result<T> {
-        Ok(self.start(task).wait()?.value)
+        self.start(label, task).wait()
     }
 
-    /// Combines a few numbers over all ranks.
+    /// Every rank's `bytes`, in rank order; all ranks give as many.
     ///
     /// # Errors
     /// As every collective.
-    pub fn all_reduce(&self, values: &[f32], op: ReduceOp) -> Result<Vec<f32>> {
-        let mut values = values.to_vec();
-        if self.topology().world() == 1 {
-            return Ok(values);
-        }
-        self.run(move |groups| {
-            groups.world.all_reduce(&mut values, op)?;
-            Ok(values)
+    pub fn gather_bytes(&self, purpose: Purpose, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        self.run(Label::small(purpose, "all_gather"), move |groups| {
+            let mut all = vec![0; bytes.len() * groups.world.size()];
+            groups.world.all_gather(&bytes, &mut all)?;
+            let piece_bytes = bytes.len();
+            Ok(Moved {
+                value: all,
+                elements: 0,
+                bytes: groups.world.volume(Call::AllGather { piece_bytes }),
+            })
         })
+    }
+
+    /// The sums over ranks, in rank order.
+    ///
+    /// # Errors
+    /// As every collective.
+    pub fn sum(&self, values: &[f64]) -> Result<Vec<f64>> {
+        let bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let all = self.gather_bytes(Purpose::Scalars, bytes)?;
+        let all: Vec<f64> = all.as_chunks().0.iter().map(|b| f64::from_le_bytes(*b)).collect();
+        let mut sums = vec![0.0; values.len()];
+        for rank in all.chunks(values.len().max(1)) {
+            for (sum, value) in sums.iter_mut().zip(rank) {
+                *sum += value;
+            }
+        }
+        Ok(sums)
+    }
+
+    /// Whether any rank says so.
+    ///
+    /// # Errors
+    /// As every collective.
+    pub fn any(&self, here: bool) -> Result<bool> {
+        let all = self.gather_bytes(Purpose::Scalars, vec![u8::from(here)])?;
+        Ok(all.contains(&1))
+    }
+
+    /// Rank 0's `bytes`; the others' say nothing.
+    ///
+    /// # Errors
+    /// As every collective.
+    pub fn from_lead(&self, purpose: Purpose, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        let broadcast = |bytes: Vec<u8>| {
+            self.run(Label::small(purpose, "broadcast"), move |groups| {
+                let mut bytes = bytes;
+                groups.world.broadcast(&mut bytes, 0)?;
+                let call = Call::Broadcast {
+                    bytes: bytes.len(),
+                    root: 0,
+                };
+                Ok(Moved {
+                    bytes: groups.world.volume(call),
+                    elements: 0,
+                    value: bytes,
+                })
+            })
+        };
+        let len = broadcast((bytes.len() as u64).to_le_bytes().to_vec())?;
+        let len = len.first_chunk().map_or(0, |len| u64::from_le_bytes(*len));
+        let bytes = match self.topology().rank {
+            0 => bytes,
+            _ => vec![0; len as usize],
+        };
+        broadcast(bytes)
+    }
+
+    /// Runs `f` on rank 0 and gives what it returns to every rank; so are its errors, of the same
+    /// kind, so that all ranks end alike.
+    ///
+    /// # Errors
+    /// Those of `f`; as every collective.
+    pub fn lead(&self, f: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
+        let mut message = Vec::new();
+        let mut own_error = None;
+        if self.topology().rank == 0 {
+            match f() {
+                Ok(value) => {
+                    message.push(0);
+                    message.extend(value);
+                }
+                Err(error) => {
+                    message.push(error.exit_status());
+                    message.extend(error.to_string().into_bytes());
+                    own_error = Some(error);
+                }
+            }
+        }
+        let message = self.from_lead(Purpose::Scalars, message)?;
+        match (own_error, message.split_first()) {
+            (Some(error), _) => Err(error),
+            (None, Some((0, value))) => Ok(value.to_vec()),
+            (None, Some((status, text))) => Err(Error::of_lead(*status, &String::from_utf8_lossy(text))),
+            (None, None) => Err(Error::Peer("rank 0 sent an empty message".into())),
+        }
+    }
+
+    /// What was booked since the last call.
+    pub fn take_step(&self) -> Traffic {
+        self.ledger.lock().expect("no holder panicked").take_step()
+    }
+
+    /// Calls `f` with the books.
+    pub fn with_ledger<R>(&self, f: impl FnOnce(&Ledger) -> R) -> R {
+        f(&self.ledger.lock().expect("no holder panicked"))
     }
 }
 
@@ -189,32 +305,48 @@ impl Drop for Comm {
 mod tests {
     use super::*;
 
+    fn moved<T>(value: T) -> Result<Moved<T>> {
+        Ok(Moved {
+            value,
+            elements: 3,
+            bytes: LinkBytes::default(),
+        })
+    }
+
     #[test]
     fn tasks_run_in_order_and_give_their_buffers_back() {
         let comm = Comm::new(Groups::solo()).unwrap();
         let (send, receive) = channel();
+        let label = Label::small(Purpose::ForwardGather, "all_gather");
         let pending: Vec<_> = (0..5)
             .map(|i| {
                 let (send, buffer) = (send.clone(), vec![i; 3]);
-                comm.start(move |_| {
+                comm.start(label.clone(), move |_| {
                     send.send(i).unwrap();
-                    Ok(buffer)
+                    moved(buffer)
                 })
             })
             .collect();
         for (i, pending) in pending.into_iter().enumerate() {
-            assert_eq!(pending.wait().unwrap().value, vec![i; 3]);
+            assert_eq!(pending.wait().unwrap(), vec![i; 3]);
         }
         drop(send);
         assert_eq!(receive.iter().collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
+        let booked = comm.with_ledger(|ledger| ledger.run()[&label]);
+        assert_eq!((booked.calls, booked.elements), (5, 15));
     }
 
     #[test]
     fn an_error_reaches_the_waiter_and_later_tasks_still_run() {
         let comm = Comm::new(Groups::solo()).unwrap();
-        let failed = comm.start(|_| -> Result<()> { Err(Error::Peer("rank 3 is gone".into())) });
+        let label = || Label::small(Purpose::Scalars, "all_gather");
+        let failed = comm.start(label(), |_| -> Result<Moved<()>> {
+            Err(Error::Peer("rank 3 is gone".into()))
+        });
         assert!(failed.wait().unwrap_err().to_string().contains("rank 3"));
-        assert_eq!(comm.run(|_| Ok(7)).unwrap(), 7);
-        assert_eq!(comm.all_reduce(&[2.0], ReduceOp::Max).unwrap(), [2.0]);
+        assert_eq!(comm.run(label(), |_| moved(7)).unwrap(), 7);
+        assert_eq!(comm.sum(&[2.0, 3.0]).unwrap(), [2.0, 3.0]);
+        assert!(comm.any(true).unwrap() && !comm.any(false).unwrap());
+        assert_eq!(comm.from_lead(Purpose::Scalars, vec![1, 2]).unwrap(), [1, 2]);
     }
 }

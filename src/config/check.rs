@@ -4,6 +4,7 @@ use super::RawConfig;
 use crate::optim::lr::Schedule;
 use crate::optim::{OptimizerConfig, StateKind};
 use crate::trainer::{NonFinite, TrainConfig};
+use crate::zero::{Precision, ZeroConfig};
 
 /// Parameters of the largest model: more than any machine holds.
 const MAX_PARAMS: u128 = 1 << 40;
@@ -41,6 +42,7 @@ pub(super) fn findings(raw: &RawConfig, num_ranks: usize) -> Findings {
     optimizer(raw, &mut found);
     lr(raw, &mut found);
     train(raw, num_ranks, &mut found);
+    zero(raw, &mut found);
     let keep = raw.checkpoint.keep;
     found.must(
         keep >= 1,
@@ -230,6 +232,40 @@ fn lr(raw: &RawConfig, found: &mut Findings) {
                  steps from lr.warmup_steps = {warmup} to {end_key} = {end}"
             ));
         }
+    }
+}
+
+fn zero(raw: &RawConfig, found: &mut Findings) {
+    let (zero, default) = (&raw.zero, ZeroConfig::default());
+    let stage = zero.stage;
+    found.must(
+        matches!(stage, 0 | 3),
+        "zero.stage",
+        stage,
+        "0 (data parallel) or 3 (sharded)",
+    );
+    if stage == 0 {
+        let under = "zero.stage = 0";
+        if zero.reshard_after_forward != default.reshard_after_forward {
+            found.no_effect(
+                "zero.reshard_after_forward",
+                zero.reshard_after_forward,
+                under,
+            );
+        }
+        if zero.prefetch != default.prefetch {
+            found.no_effect("zero.prefetch", zero.prefetch, under);
+        }
+        for (key, precision) in [
+            ("precision.gather", raw.precision.gather),
+            ("precision.reduce", raw.precision.reduce),
+        ] {
+            if precision != Precision::F32 {
+                found.no_effect(key, precision, under);
+            }
+        }
+    } else if !zero.overlap && zero.prefetch != default.prefetch {
+        found.no_effect("zero.prefetch", zero.prefetch, "zero.overlap = false");
     }
 }
 

@@ -6,10 +6,8 @@ use super::RawConfig;
 use super::check::findings;
 use super::explain::Origins;
 use super::schema::{Kind, Schema, shortest};
+use crate::comm::Topology;
 use crate::{Error, Result, runtime};
-
-/// Ranks of a run.
-const NUM_RANKS: usize = 1;
 
 /// A config whose values can work together.
 #[derive(Clone, Debug, PartialEq)]
@@ -24,6 +22,8 @@ pub struct Plan {
     pub micro_steps: usize,
     /// Compute threads a rank.
     pub threads: usize,
+    /// This rank among all.
+    pub topology: Topology,
 }
 
 impl Plan {
@@ -32,8 +32,16 @@ impl Plan {
     /// # Errors
     /// [`Error::Config`] as there and in [`Plan::validate`], with where the values were set.
     pub fn load(path: &Path, sets: &[String]) -> Result<Self> {
+        Self::load_for(path, sets, Topology::SOLO)
+    }
+
+    /// [`Plan::load`] for a rank among others.
+    ///
+    /// # Errors
+    /// As [`Plan::load`].
+    pub fn load_for(path: &Path, sets: &[String], topology: Topology) -> Result<Self> {
         let (raw, origins) = RawConfig::load_with_origins(path, sets)?;
-        Self::derive(raw, &origins)
+        Self::derive(raw, &origins, topology)
     }
 
     /// Checks every value and derives the rest.
@@ -41,22 +49,26 @@ impl Plan {
     /// # Errors
     /// [`Error::Config`] with all findings, each naming key, value and what would be right.
     pub fn validate(raw: RawConfig) -> Result<Self> {
-        Self::derive(raw, &Origins::default())
+        Self::derive(raw, &Origins::default(), Topology::SOLO)
     }
 
-    fn derive(raw: RawConfig, origins: &Origins) -> Result<Self> {
-        let found = findings(&raw, NUM_RANKS).0;
+    fn derive(raw: RawConfig, origins: &Origins, topology: Topology) -> Result<Self> {
+        let num_ranks = topology.world();
+        let found = findings(&raw, num_ranks).0;
         if !found.is_empty() {
             let found: Vec<String> = found.iter().map(|f| origins.annotate(f)).collect();
             return Err(Error::Config(found.join("\n        ")));
         }
-        let at_once = raw.train.micro_batch * NUM_RANKS;
+        let at_once = raw.train.micro_batch * num_ranks;
+        // Ranks of a node share its cores.
+        let cores_each = (runtime::num_cores() / topology.local_size).max(1);
         let global_batch = raw.train.global_batch.unwrap_or(at_once);
         Ok(Self {
             run_dir: raw.run.dir.join(&raw.run.name),
             global_batch,
             micro_steps: global_batch / at_once,
-            threads: raw.train.threads.unwrap_or_else(runtime::num_cores),
+            threads: raw.train.threads.unwrap_or(cores_each),
+            topology,
             resolved: to_toml(&raw)?,
             raw,
         })

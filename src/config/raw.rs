@@ -15,6 +15,7 @@ use crate::model::ModelConfig;
 use crate::optim::OptimizerConfig;
 use crate::optim::lr::LrConfig;
 use crate::trainer::{CheckpointConfig, RunConfig, TrainConfig};
+use crate::zero::{PrecisionConfig, ZeroConfig};
 use crate::{Error, Result};
 
 /// Every key, by section. Each section is owned by the component that reads it.
@@ -33,6 +34,10 @@ pub struct RawConfig {
     pub lr: LrConfig,
     /// The training loop.
     pub train: TrainConfig,
+    /// How model states are spread over ranks.
+    pub zero: ZeroConfig,
+    /// Float formats between ranks. Computation, master weights and sums are f32.
+    pub precision: PrecisionConfig,
     /// When checkpoints are saved and how many stay.
     pub checkpoint: CheckpointConfig,
     /// What a run writes down about itself.

@@ -7,6 +7,9 @@
 use serde::Serialize;
 use serde_json::{Map, Value};
 
+use crate::comm::Traffic;
+use crate::zero::Memory;
+
 /// One training step.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TrainRecord {
@@ -30,7 +33,9 @@ pub struct TrainRecord {
     pub mfu: Option<f64>,
     /// Name of the formula behind `tflops`.
     pub flops_formula: &'static str,
-    /// Memory of this rank.
+    /// What crossed between ranks, as rank 0 received it.
+    pub comm: Traffic,
+    /// Memory of rank 0.
     pub memory: MemoryRecord,
 }
 
@@ -41,8 +46,9 @@ pub struct MemoryRecord {
     pub rss_bytes: Option<u64>,
     /// Highest resident memory so far.
     pub peak_rss_bytes: Option<u64>,
-    /// Optimizer state.
-    pub optimizer_state_bytes: u64,
+    /// What it holds, by kind.
+    #[serde(flatten)]
+    pub held: Memory,
 }
 
 /// One evaluation.

@@ -67,6 +67,11 @@ impl Unit for EmbeddingUnit {
         &self.buffer
     }
 
+    fn backward_reads_weights(&self) -> bool {
+        // Its gradient is a sum over tokens; only the norm's needs a weight.
+        self.norm.is_some()
+    }
+
     fn forward(&self, tape: &Tape, tokens: &Tensor, pass: &Pass) -> Result<Tensor> {
         let mut x = tape.apply1(tokens, Embedding(self.wte.clone()))?;
         if let Some(norm) = &self.norm {

@@ -39,6 +39,11 @@ pub trait Unit: Send + Sync {
         None
     }
 
+    /// Whether the backward pass reads the unit's weights.
+    fn backward_reads_weights(&self) -> bool {
+        true
+    }
+
     /// Whether the forward pass may run again in the backward pass instead of keeping activations.
     fn can_recompute(&self) -> bool {
         false

@@ -1,5 +1,6 @@
 //! Parameters and the flat buffer of the unit that owns them.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -105,13 +106,31 @@ impl UnitLayout {
         self.params.iter().map(ParamSpec::len).sum()
     }
 
-    fn range(&self, index: usize) -> std::ops::Range<usize> {
+    /// Where parameter `index` lies.
+    pub fn range(&self, index: usize) -> Range<usize> {
         let start = self.offsets[index];
         start..start + self.params[index].len()
+    }
+
+    /// The gaps between parameters, and what follows them up to `len`.
+    fn padding(&self, len: usize) -> Vec<Range<usize>> {
+        let mut places: Vec<_> = (0..self.params.len()).map(|i| self.range(i)).collect();
+        places.sort_by_key(|place| place.start);
+        let mut end = 0;
+        let mut gaps = Vec::new();
+        for place in places {
+            gaps.push(end..place.start);
+            end = place.end;
+        }
+        gaps.push(end..len);
+        gaps
     }
 }
 
 /// A unit's weights and gradients: one flat tensor each.
+///
+/// Both are empty until somebody writes or lends them: a rank that owns a part of a unit holds the
+/// whole only while it is used.
 pub struct UnitBuffer {
     layout: UnitLayout,
     weights: Tensor,
@@ -122,12 +141,12 @@ pub struct UnitBuffer {
 }
 
 impl UnitBuffer {
-    /// A buffer of zeros.
+    /// A buffer without storage.
     pub fn new(layout: UnitLayout) -> Arc<Self> {
-        let zeros = || rows::tensor(vec![0.0; layout.num_elements], layout.num_elements);
+        let empty = || rows::tensor(Vec::new(), layout.num_elements);
         Arc::new(Self {
-            weights: zeros(),
-            grads: zeros(),
+            weights: empty(),
+            grads: empty(),
             written: layout
                 .params
                 .iter()
@@ -135,6 +154,67 @@ impl UnitBuffer {
                 .collect(),
             layout,
         })
+    }
+
+    /// Makes `values`, at least as many as the unit has elements, the weights.
+    ///
+    /// # Errors
+    /// When candle refuses access to the storage.
+    pub fn lend_weights(&self, values: Vec<f32>) -> Result<()> {
+        debug_assert!(values.len() >= self.layout.num_elements);
+        with_storage(&self.weights, |storage| {
+            *storage = values;
+            Ok(())
+        })
+    }
+
+    /// Takes the storage of the weights; reading them fails until they are lent again.
+    ///
+    /// # Errors
+    /// When candle refuses access to the storage.
+    pub fn take_weights(&self) -> Result<Vec<f32>> {
+        with_storage(&self.weights, |storage| Ok(std::mem::take(storage)))
+    }
+
+    /// Makes `values`, at least as many as the unit has elements and whatever they hold, the
+    /// storage of a stale gradient.
+    ///
+    /// # Errors
+    /// When candle refuses access to the storage.
+    pub fn lend_grads(&self, mut values: Vec<f32>) -> Result<()> {
+        debug_assert!(values.len() >= self.layout.num_elements);
+        self.clear_grads();
+        for gap in self.layout.padding(values.len()) {
+            values[gap].fill(0.0);
+        }
+        with_storage(&self.grads, |storage| {
+            *storage = values;
+            Ok(())
+        })
+    }
+
+    /// Gives back gradients that [`UnitBuffer::take_grads`] took: they are not stale.
+    ///
+    /// # Errors
+    /// When candle refuses access to the storage.
+    pub fn return_grads(&self, values: Vec<f32>) -> Result<()> {
+        with_storage(&self.grads, |storage| {
+            *storage = values;
+            Ok(())
+        })
+    }
+
+    /// Takes the storage of the gradient.
+    ///
+    /// # Errors
+    /// When candle refuses access to the storage.
+    pub fn take_grads(&self) -> Result<Vec<f32>> {
+        with_storage(&self.grads, |storage| Ok(std::mem::take(storage)))
+    }
+
+    /// Whether the gradient has storage.
+    pub fn has_grads(&self) -> bool {
+        rows::with_values(&self.grads, |_| Ok(())).is_ok()
     }
 
     /// Where the parameters lie.
@@ -161,29 +241,39 @@ impl UnitBuffer {
             .collect()
     }
 
-    /// Fills the weights from `seed`. A parameter's values depend on the seed, its name and the
-    /// position in it, so they are the same in every layout.
+    /// Fills the weights from `seed`.
     pub fn initialize(&self, seed: u64) -> Result<()> {
-        self.with_weights_mut(|weights| {
-            for (index, param) in self.layout.params.iter().enumerate() {
-                let seed = seed ^ name_hash(&param.name);
-                weights[self.layout.range(index)]
-                    .par_iter_mut()
-                    .enumerate()
-                    .for_each(|(i, w)| {
-                        *w = match param.init {
-                            ParamInit::Constant(value) => value,
-                            ParamInit::Normal { std } => {
-                                std * rng::normal(seed, Purpose::Init, i as u64)
-                            }
-                            ParamInit::Uniform { bound } => {
-                                bound * (2.0 * rng::uniform(seed, Purpose::Init, i as u64) - 1.0)
-                            }
-                        }
-                    });
+        self.lend_weights(self.initial_values(0..self.layout.num_elements, seed))
+    }
+
+    /// The first values of a range of the flat buffer, which may reach past its end: padding is
+    /// zero. A parameter's values depend on the seed, its name and the position in it, so they are
+    /// the same in every layout and on every rank.
+    pub fn initial_values(&self, range: Range<usize>, seed: u64) -> Vec<f32> {
+        let mut values = vec![0.0; range.len()];
+        for (index, param) in self.layout.params.iter().enumerate() {
+            let place = self.layout.range(index);
+            let (start, end) = (place.start.max(range.start), place.end.min(range.end));
+            if start >= end {
+                continue;
             }
-            Ok(())
-        })
+            let seed = seed ^ name_hash(&param.name);
+            let first = (start - place.start) as u64;
+            values[start - range.start..end - range.start]
+                .par_iter_mut()
+                .enumerate()
+                .for_each(|(i, w)| {
+                    let i = first + i as u64;
+                    *w = match param.init {
+                        ParamInit::Constant(value) => value,
+                        ParamInit::Normal { std } => std * rng::normal(seed, Purpose::Init, i),
+                        ParamInit::Uniform { bound } => {
+                            bound * (2.0 * rng::uniform(seed, Purpose::Init, i) - 1.0)
+                        }
+                    }
+                });
+        }
+        values
     }
 
     /// Declares the gradient stale: the next writer of each parameter overwrites it.
@@ -209,7 +299,15 @@ impl UnitBuffer {
 
     /// Calls `f` with the flat weights, to change.
     pub fn with_weights_mut<R>(&self, f: impl FnOnce(&mut [f32]) -> Result<R>) -> Result<R> {
-        with_storage(&self.weights, |values| f(values))
+        with_storage(&self.weights, |values| f(self.allocated(values)))
+    }
+
+    /// `storage`, of zeros if it was empty.
+    fn allocated<'a>(&self, storage: &'a mut Vec<f32>) -> &'a mut [f32] {
+        if storage.is_empty() {
+            *storage = vec![0.0; self.layout.num_elements];
+        }
+        storage
     }
 
     /// Calls `f` with the flat gradient.
@@ -291,7 +389,7 @@ impl Param {
         self.buffer
             .with_weights(|weights| match weights.get(range) {
                 Some(values) => f(values),
-                None => bail!("{}: its unit is released", self.spec().name),
+                None => bail!("{}: past the end of its unit", self.spec().name),
             })
     }
 
@@ -309,7 +407,9 @@ impl Param {
     pub fn accumulate<R>(&self, f: impl FnOnce(&mut [f32], bool) -> Result<R>) -> Result<R> {
         let fresh = !self.buffer.written[self.index].swap(true, Ordering::Relaxed);
         let range = self.buffer.layout.range(self.index);
-        with_storage(&self.buffer.grads, |grads| f(&mut grads[range], fresh))
+        with_storage(&self.buffer.grads, |grads| {
+            f(&mut self.buffer.allocated(grads)[range], fresh)
+        })
     }
 
     /// A copy of the gradient, for tests and reports.

@@ -16,7 +16,11 @@ pub fn values<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]>
         other => bail!("expected f32 activations, got {:?}", dtype(other)),
     };
     match layout.contiguous_offsets() {
-        Some((start, end)) => Ok(&values[start..end]),
+        Some((start, end)) => match values.get(start..end) {
+            Some(values) => Ok(values),
+            // A unit's weights between their uses.
+            None => bail!("the values were released"),
+        },
         None => bail!(
             "expected contiguous activations, got strides {:?}",
             layout.stride()

@@ -108,6 +108,17 @@ impl Tape {
         Ok(res)
     }
 
+    /// Bytes of the results it keeps.
+    pub fn result_bytes(&self) -> usize {
+        let bytes = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
+        let node = |node: &Node| match node {
+            Node::Op1 { res, .. } | Node::Op2 { res, .. } => bytes(res),
+            // Its result is the next unit's input.
+            Node::Recompute { .. } => 0,
+        };
+        self.nodes.borrow().iter().map(node).sum()
+    }
+
     /// The gradient of `input`, given `grad`, that of `output`. Weight gradients are added to the
     /// units' flat gradients on the way. `None` when `input` does not reach `output` differentiably
     /// (token ids do not).

@@ -57,6 +57,7 @@ pub fn optimizers(num_params: usize) -> Vec<OptimizerRow> {
         let segment = Segment {
             range: 0..num_params,
             name: "weight".into(),
+            offset: 0,
             decay: true,
             eight_bit: true,
         };

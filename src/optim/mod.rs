@@ -21,6 +21,8 @@ pub struct Segment {
     /// Where it lies in the shard. Starts on a multiple of 2048 when `eight_bit`; the run may end
     /// anywhere (zero padding up to the next multiple belongs to no segment).
     pub range: Range<usize>,
+    /// Elements of the parameter before the run, on other ranks.
+    pub offset: usize,
     /// The parameter's name, for checkpoints and messages.
     pub name: String,
     /// Whether weight decay applies (matrices and embeddings, not norms and biases).
@@ -56,6 +58,8 @@ pub struct StateEntry<'a> {
     pub segment: usize,
     /// `exp_avg`, `exp_avg_sq`, and with quantized state `exp_avg.absmax`, `exp_avg_sq.absmax`.
     pub name: &'static str,
+    /// Elements of the parameter a value stands for: 1, or the block whose scale it is.
+    pub block: usize,
     /// The values.
     pub values: StateSlice<'a>,
 }

@@ -146,19 +146,20 @@ impl<const K: usize> State<K> {
         for (index, segment) in self.segments.iter().enumerate() {
             let len = segment.range.len();
             for (name, absmax_name, (f32s, codes, scales)) in &mut rest {
-                let mut push = |name, values| {
+                let mut push = |name, block, values| {
                     entries.push(StateEntry {
                         segment: index,
                         name,
+                        block,
                         values,
                     });
                 };
                 if segment.eight_bit {
-                    push(*name, StateSlice::U8(take(codes, len)));
+                    push(*name, 1, StateSlice::U8(take(codes, len)));
                     let scales = take(scales, len.div_ceil(self.block));
-                    push(*absmax_name, StateSlice::F32(scales));
+                    push(*absmax_name, self.block, StateSlice::F32(scales));
                 } else {
-                    push(*name, StateSlice::F32(take(f32s, len)));
+                    push(*name, 1, StateSlice::F32(take(f32s, len)));
                 }
             }
         }

@@ -11,6 +11,11 @@ pub trait Codec: Send + Sync {
     /// Values that share a scale. A divisor of 2048; 1 when there are no scales.
     fn block(&self) -> usize;
 
+    /// Whether the encoding is the values' own bytes in memory order: then nothing is encoded.
+    fn is_identity(&self) -> bool {
+        false
+    }
+
     /// Exact number of bytes that `num_values` values encode to, scales included.
     fn encoded_bytes(&self, num_values: usize) -> usize;
 

@@ -5,7 +5,9 @@ mod codec;
 pub(crate) mod dynamic_kernel;
 mod dynamic_map;
 pub(crate) mod dynamic_naive;
+mod float;
 
 pub use blockwise::Blockwise;
 pub use codec::Codec;
 pub use dynamic_map::DynamicMap;
+pub use float::{Bf16, F32};

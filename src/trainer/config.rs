@@ -65,7 +65,7 @@ pub struct TrainConfig {
     pub micro_batch: usize,
     /// Sequences a step, over all ranks and micro-batches; `micro_batch` x ranks when absent.
     pub global_batch: Option<usize>,
-    /// Compute threads a rank; all cores when absent.
+    /// Compute threads a rank; the cores of the machine over its ranks when absent.
     pub threads: Option<usize>,
     /// Where a rank computes.
     pub device: ComputeDevice,

@@ -29,15 +29,19 @@ pub struct RunFolder {
 }
 
 impl RunFolder {
-    /// The folder of `plan`, which nothing has touched yet. A new run never mixes with an earlier one.
+    /// The folder of `plan`, which nothing has touched yet.
+    pub fn at(plan: &Plan) -> Self {
+        Self {
+            path: plan.run_dir.clone(),
+            lock: None,
+        }
+    }
+
+    /// Whether a run may start in it: a new one never mixes with an earlier one.
     ///
     /// # Errors
     /// [`Error::Config`] when it holds a run and `start` says neither to resume nor to overwrite.
-    pub fn check(plan: &Plan, start: &Start) -> Result<Self> {
-        let folder = Self {
-            path: plan.run_dir.clone(),
-            lock: None,
-        };
+    pub fn check(&self, start: &Start) -> Result<()> {
         let new = matches!(
             start,
             Start::New {
@@ -45,14 +49,14 @@ impl RunFolder {
                 ..
             }
         );
-        if new && (folder.metrics().exists() || folder.checkpoints().exists()) {
+        if new && (self.metrics().exists() || self.checkpoints().exists()) {
             return Err(Error::Config(format!(
                 "{} already holds a run: --resume continues it, --overwrite starts over, \
                  --set run.name=NAME starts another",
-                folder.path.display()
+                self.path.display()
             )));
         }
-        Ok(folder)
+        Ok(())
     }
 
     /// Makes the folder ready for the run: deletes an earlier one where `start` says so, and writes

@@ -4,12 +4,14 @@ use serde_json::json;
 
 use super::folder::RunFolder;
 use crate::Result;
+use crate::comm::Traffic;
 use crate::config::Plan;
 use crate::metrics::flops;
 use crate::metrics::jsonl::Jsonl;
 use crate::metrics::progress::Progress;
 use crate::metrics::tensorboard::TensorBoard;
 use crate::metrics::{EvalRecord, EventRecord, MemoryRecord, TrainRecord, memory};
+use crate::zero::Memory;
 
 /// What the loop knows of a step.
 pub struct Step {
@@ -23,8 +25,10 @@ pub struct Step {
     pub grad_norm: f32,
     /// Wall time.
     pub seconds: f64,
-    /// Bytes of optimizer state on this rank.
-    pub optimizer_state_bytes: usize,
+    /// What moved between ranks.
+    pub traffic: Traffic,
+    /// What this rank holds.
+    pub memory: Memory,
 }
 
 /// Writes records of a run.
@@ -35,6 +39,7 @@ pub struct Recorder {
     log_every: u64,
     num_steps: u64,
     tokens_per_step: u64,
+    /// Of one rank.
     flops_per_step: f64,
     peak_tflops: Option<f64>,
 }
@@ -65,13 +70,13 @@ impl Recorder {
             log_every: raw.metrics.log_every.max(1),
             num_steps: raw.train.steps,
             tokens_per_step: plan.tokens_per_step() as u64,
-            flops_per_step: shape.model_flops(),
+            flops_per_step: shape.model_flops() / plan.topology.world() as f64,
             peak_tflops: raw.hardware.peak_tflops,
         })
     }
 
     /// Records a step where `metrics.log_every` asks for it, and the last one always.
-    pub fn train(&mut self, step: &Step) -> Result<()> {
+    pub fn train(&mut self, step: Step) -> Result<()> {
         let tflops = flops::tflops(self.flops_per_step, step.seconds);
         let resident = memory::resident();
         let record = TrainRecord {
@@ -85,10 +90,11 @@ impl Recorder {
             tflops,
             mfu: flops::mfu(tflops, self.peak_tflops),
             flops_formula: flops::FORMULA,
+            comm: step.traffic,
             memory: MemoryRecord {
                 rss_bytes: resident.now_bytes,
                 peak_rss_bytes: resident.peak_bytes,
-                optimizer_state_bytes: step.optimizer_state_bytes as u64,
+                held: step.memory,
             },
         };
         let is_last = step.step + 1 == self.num_steps;

@@ -1,34 +1,78 @@
 //! The training loop.
 
+use std::path::Path;
+use std::sync::Arc;
 use std::time::Instant;
+
+use sha2::{Digest, Sha256};
 
 use super::folder::{RunFolder, Start};
 use super::interrupt::Interrupt;
 use super::recorder::{Recorder, Step};
 use super::{ActivationCheckpointing, NonFinite};
-use crate::checkpoint::{self, Checkpoint, Difference, Manifest, Position};
+use crate::checkpoint::{self, Checkpoint, Difference, Manifest, Position, Weights};
 use crate::comm::Comm;
 use crate::config::Plan;
 use crate::data::{self, Dataset, Sampler, Windows};
 use crate::metrics::logging;
-use crate::model::Gpt;
-use crate::zero::{Engine, EngineOptions, MicroBatch, StepOutcome};
+use crate::model::{Gpt, Unit};
+use crate::zero::{Engine, EngineOptions, MicroBatch, StepOutcome, same_everywhere};
 use crate::{Error, Result, runtime};
 
-/// Trains as `plan` says, in its run folder.
+/// Trains as `plan` says, in its run folder, as one of the ranks of `comm`.
 ///
 /// # Errors
 /// [`Error::Config`], [`Error::Data`] and [`Error::Checkpoint`] before the first step;
-/// [`Error::Policy`] when a loss or gradient is not finite and the policy is to stop.
-pub fn train(plan: &Plan, start: Start) -> Result<()> {
-    let folder = RunFolder::check(plan, &start)?;
+/// [`Error::Policy`] when a loss or gradient is not finite and the policy is to stop;
+/// [`Error::Peer`] when another rank fails.
+pub fn train(plan: &Plan, start: Start, comm: Comm) -> Result<()> {
+    let comm = Arc::new(comm);
+    let result = train_as_rank(plan, &start, &comm);
+    if let Err(error) = &result
+        && !matches!(error, Error::Peer(_))
+    {
+        // The others wait for this rank: they end with its reason instead of a timeout's.
+        comm.abort(&error.to_string());
+    }
+    result
+}
+
+fn train_as_rank(plan: &Plan, start: &Start, comm: &Arc<Comm>) -> Result<()> {
+    let mut folder = RunFolder::at(plan);
+    comm.lead(|| folder.check(start).map(|()| Vec::new()))?;
     runtime::start_workers(plan.threads)?;
     // Everything that can be wrong with the input is found before an earlier run is deleted.
-    let dataset = data::prepare(&plan.raw().data, true)?;
+    let dataset = prepare(plan, comm)?;
+    let agreed = Sha256::digest(plan.resolved_toml() + &dataset.meta.hash);
+    same_everywhere(comm, "config or data", &agreed)?;
     // From here on there is something to save: until now a signal ends the process.
     let interrupt = Interrupt::listen();
-    let mut trainer = Trainer::new(plan, &dataset, folder, &start)?;
+    let mut trainer = Trainer::new(plan, &dataset, folder, start, comm)?;
     trainer.run(&interrupt)
+}
+
+/// Rank 0 prepares the data first, then one rank of each other node (which finds it done where
+/// they share a file system), then everybody reads it.
+fn prepare(plan: &Plan, comm: &Comm) -> Result<Dataset> {
+    let data = &plan.raw().data;
+    let place = comm.topology();
+    let mut dataset = None;
+    for turn in 0..3 {
+        let is_turn = match turn {
+            0 => place.rank == 0,
+            1 => place.local_rank() == 0,
+            _ => true,
+        };
+        if is_turn && dataset.is_none() {
+            dataset = Some(data::prepare(data, place.rank == 0)?);
+        }
+        // However long another rank takes.
+        comm.patiently(|| comm.any(false))?;
+    }
+    match dataset {
+        Some(dataset) => Ok(dataset),
+        None => data::prepare(data, false),
+    }
 }
 
 struct Trainer<'a> {
@@ -36,11 +80,14 @@ struct Trainer<'a> {
     dataset: &'a Dataset,
     sampler: Sampler<'a>,
     engine: Engine,
+    comm: Arc<Comm>,
     folder: RunFolder,
-    recorder: Recorder,
+    /// Rank 0's.
+    recorder: Option<Recorder>,
     position: Position,
     /// Step of the newest checkpoint, saved or resumed from, so that none is saved twice.
     saved_step: Option<u64>,
+    started: Instant,
 }
 
 impl<'a> Trainer<'a> {
@@ -49,6 +96,7 @@ impl<'a> Trainer<'a> {
         dataset: &'a Dataset,
         mut folder: RunFolder,
         start: &Start,
+        comm: &Arc<Comm>,
     ) -> Result<Self> {
         let raw = plan.raw();
         let vocab_size = plan.check_vocab(dataset.vocab_size)?;
@@ -56,46 +104,79 @@ impl<'a> Trainer<'a> {
         let sampler = Sampler::new(&dataset.train, raw.run.seed, seq_len)?;
         Windows::new(&dataset.val, seq_len)?;
 
+        let resumes = *start == Start::Resume;
+        let found = match resumes {
+            true => latest(comm, &folder)?,
+            false => None,
+        };
+        let changes = match &found {
+            Some(found) => check_same_run(found, plan, vocab_size, dataset)?,
+            None => Vec::new(),
+        };
+        let weights = match (start, &found) {
+            (_, Some(found)) => Some(found.weights()?),
+            (
+                Start::New {
+                    weights: Some(path),
+                    ..
+                },
+                None,
+            ) => Some(Weights::open(path)?),
+            _ => None,
+        };
         let model = Gpt::new(&raw.model, vocab_size);
-        model.initialize(raw.run.seed)?;
-        if let Start::New {
-            weights: Some(path),
-            ..
-        } = start
+        if let Some(weights) = &weights
+            && comm.topology().rank == 0
         {
-            checkpoint::load_weights(path, &model)?;
+            weights.warn_of_others(&model)?;
         }
         let options = EngineOptions {
             seed: raw.run.seed,
             grad_clip: raw.train.grad_clip,
             recompute_blocks: raw.train.activation_checkpointing == ActivationCheckpointing::Block,
             min_8bit_size: raw.optimizer.min_8bit_size,
+            zero: raw.zero.clone(),
+            precision: raw.precision.clone(),
         };
-        let mut engine = Engine::new(model, &raw.optimizer, Comm::solo(), options)?;
+        let fill = |unit: &Arc<dyn Unit>| match &weights {
+            Some(weights) => weights.fill(unit),
+            None => Ok(unit.buffer().initialize(raw.run.seed)?),
+        };
+        let mut engine = Engine::new(model, &raw.optimizer, comm.clone(), options, fill)?;
         let mut position = Position::default();
-        let mut resumed = None;
-        let mut changes = Vec::new();
-        if *start == Start::Resume
-            && let Some(found) = checkpoint::latest(&folder.checkpoints())?
-        {
-            changes = check_same_run(&found, plan, vocab_size, dataset)?;
-            found.load_model(engine.model())?;
+        if let Some(found) = &found {
             found.load_optimizer(&mut engine)?;
             position = found.manifest.position;
-            resumed = Some(found.path().to_path_buf());
         }
+        engine.check_agreement()?;
 
-        folder.create(plan, start)?;
-        if let Some(tokenizer) = &dataset.tokenizer {
-            tokenizer.save_as(&folder.path().join("tokenizer.json"))?;
-        }
-        logging::to_file(folder.path())?;
-        let resumes = *start == Start::Resume;
-        let mut recorder = Recorder::open(plan, &folder, vocab_size, position.step, resumes)?;
-        let saved_step = resumed.is_some().then_some(position.step);
-        match resumed {
-            Some(path) => {
-                tracing::info!("resuming at step {} from {}", position.step, path.display())
+        comm.lead(|| {
+            folder.create(plan, start)?;
+            if let Some(tokenizer) = &dataset.tokenizer {
+                tokenizer.save_as(&folder.path().join("tokenizer.json"))?;
+            }
+            logging::to_file(folder.path())?;
+            Ok(Vec::new())
+        })?;
+        let mut trainer = Self {
+            plan,
+            dataset,
+            sampler,
+            engine,
+            comm: comm.clone(),
+            recorder: match comm.topology().rank {
+                0 => Some(Recorder::open(plan, &folder, vocab_size, position.step, resumes)?),
+                _ => None,
+            },
+            folder,
+            position,
+            saved_step: found.is_some().then_some(position.step),
+            started: Instant::now(),
+        };
+        match found {
+            Some(found) => {
+                let path = found.path().display();
+                tracing::info!("resuming at step {} from {path}", position.step)
             }
             None if resumes => {
                 tracing::info!("no checkpoint yet: starting at step 0")
@@ -105,30 +186,31 @@ impl<'a> Trainer<'a> {
         for change in changes {
             let change = change.to_string();
             tracing::warn!("the run goes on with other settings: {change}");
-            recorder.event(position.step, "changed", &change)?;
+            trainer.event("changed", &change)?;
         }
+        let memory = trainer.engine.memory();
         tracing::info!(
-            "{} parameters in {} units, {} of optimizer state, {} sequences of {} tokens a step \
-             in {} microbatches, {} threads",
-            engine.model().num_params(),
-            engine.model().units().len(),
-            mib(engine.state_bytes()),
+            "{} parameters in {} units, {} of optimizer state a rank, {} sequences of {} tokens a \
+             step in {} microbatches, {} with {} threads each",
+            trainer.engine.model().num_params(),
+            trainer.engine.model().units().len(),
+            mib(memory.optimizer_state_bytes),
             plan.global_batch,
             seq_len,
             plan.micro_steps,
+            plan.topology,
             plan.threads,
         );
         tracing::info!("{}", dataset.describe());
-        Ok(Self {
-            plan,
-            dataset,
-            sampler,
-            engine,
-            folder,
-            recorder,
-            position,
-            saved_step,
-        })
+        Ok(trainer)
+    }
+
+    /// Records something that happened at the current step.
+    fn event(&mut self, event: &str, detail: &str) -> Result<()> {
+        match &mut self.recorder {
+            Some(recorder) => recorder.event(self.position.step, event, detail),
+            None => Ok(()),
+        }
     }
 
     fn run(&mut self, interrupt: &Interrupt) -> Result<()> {
@@ -137,13 +219,14 @@ impl<'a> Trainer<'a> {
         // A checkpoint comes after the evaluation of its step: a resumed run repeats neither.
         let due =
             |every: u64, step: u64| step == num_steps || (every > 0 && step.is_multiple_of(every));
-        // A signal may have cut the last evaluation short.
         let step = self.position.step;
-        let mut evaluate =
-            step > 0 && due(raw.train.eval_every, step) && !self.recorder.has_eval(step);
+        // A signal may have cut the last evaluation short; rank 0 has the records.
+        let has_eval = self.recorder.as_ref().is_some_and(|r| r.has_eval(step));
+        let has_eval = self.comm.any(has_eval)?;
+        let mut evaluate = step > 0 && due(raw.train.eval_every, step) && !has_eval;
         if step >= num_steps && !evaluate {
             tracing::info!("nothing to do: the run has its {num_steps} steps");
-            return self.recorder.finish();
+            return self.finish();
         }
         let mut val_loss = f64::NAN;
         while evaluate || self.position.step < num_steps {
@@ -159,15 +242,24 @@ impl<'a> Trainer<'a> {
             if due(raw.checkpoint.every, step) {
                 self.save()?;
             }
-            if interrupt.requested() && (evaluate || step < num_steps) {
+            // One rank's signal stops all after the same step.
+            if self.comm.any(interrupt.requested())? && (evaluate || step < num_steps) {
                 self.save()?;
-                self.recorder
-                    .event(step, "interrupted", "stopped by a signal")?;
+                self.event("interrupted", "stopped by a signal")?;
                 tracing::warn!("stopped at step {step} of {num_steps}: --resume goes on");
-                return self.recorder.finish();
+                return self.finish();
+            }
+            let verify_every = raw.zero.verify_every;
+            if verify_every > 0 && step.is_multiple_of(verify_every) {
+                self.engine.check_agreement()?;
             }
         }
-        self.recorder.finish()?;
+        self.finish()?;
+        let seconds = self.started.elapsed().as_secs_f64();
+        let traffic = self.comm.with_ledger(|ledger| ledger.table(seconds));
+        if !traffic.is_empty() {
+            tracing::info!("what rank 0 received, with shares of {seconds:.1} s:\n{traffic}");
+        }
         tracing::info!(
             "done: {} steps, validation loss {val_loss:.4} nats a token{}; {}",
             self.position.step,
@@ -177,6 +269,10 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
+    fn finish(&mut self) -> Result<()> {
+        self.recorder.as_mut().map_or(Ok(()), Recorder::finish)
+    }
+
     /// One step of training, recorded.
     fn step(&mut self) -> Result<()> {
         let raw = self.plan.raw();
@@ -184,8 +280,9 @@ impl<'a> Trainer<'a> {
         let lr = raw.lr.at(step, raw.train.steps);
         let start = Instant::now();
         let (sampler, micro_batch) = (&self.sampler, raw.train.micro_batch);
-        let batches = (0..self.plan.micro_steps as u64).map(|i| {
-            let first_sequence = i * micro_batch as u64;
+        let place = self.plan.topology;
+        let batches = (0..self.plan.micro_steps).map(|i| {
+            let first_sequence = ((i * place.world() + place.rank) * micro_batch) as u64;
             let (inputs, targets) = sampler.fill(step, first_sequence, micro_batch);
             MicroBatch {
                 first_sequence,
@@ -195,14 +292,18 @@ impl<'a> Trainer<'a> {
         });
         let num_tokens = self.plan.tokens_per_step();
         let outcome = self.engine.train_step(step, lr, num_tokens, batches)?;
-        self.recorder.train(&Step {
-            step,
-            lr,
-            loss: outcome.loss,
-            grad_norm: outcome.grad_norm,
-            seconds: start.elapsed().as_secs_f64(),
-            optimizer_state_bytes: self.engine.state_bytes(),
-        })?;
+        let traffic = self.comm.take_step();
+        if let Some(recorder) = &mut self.recorder {
+            recorder.train(Step {
+                step,
+                lr,
+                loss: outcome.loss,
+                grad_norm: outcome.grad_norm,
+                seconds: start.elapsed().as_secs_f64(),
+                traffic,
+                memory: self.engine.memory(),
+            })?;
+        }
         if let Some(tensor) = &outcome.non_finite {
             self.not_finite(&outcome, tensor)?;
         }
@@ -223,15 +324,15 @@ impl<'a> Trainer<'a> {
             NonFinite::Skip if self.position.num_skipped < train.max_skips => {
                 self.position.num_skipped += 1;
                 tracing::warn!("{what}: skipped");
-                return self.recorder.event(step, "skipped", &what);
+                return self.event("skipped", &what);
             }
             NonFinite::Skip => format!("raise train.max_skips = {}", train.max_skips),
             NonFinite::Abort => "set train.non_finite = \"skip\"".into(),
         };
-        self.recorder.event(step, "stopped", &what)?;
+        self.event("stopped", &what)?;
         // The state is that of the last good step: keep it.
         self.save()?;
-        self.recorder.finish()?;
+        self.finish()?;
         Err(Error::Policy(format!(
             "{what}; {} holds the state before it: lower lr.peak or {remedy}, then --resume",
             self.folder.checkpoints().display()
@@ -246,14 +347,19 @@ impl<'a> Trainer<'a> {
             n if n > 0 && self.position.step < raw.train.steps => n,
             _ => usize::MAX,
         };
+        let place = self.plan.topology;
         let batches = windows.batches(raw.train.micro_batch).take(limit);
+        // Every rank takes its turn.
+        let batches = batches.skip(place.rank).step_by(place.world());
         let batches = batches.take_while(|_| !interrupt.requested());
         let val_loss = self.engine.evaluate(batches);
-        if interrupt.requested() {
+        if self.comm.any(interrupt.requested())? {
             return Ok(None);
         }
         let val_loss = val_loss?;
-        self.recorder.eval(self.position.step, val_loss)?;
+        if let Some(recorder) = &mut self.recorder {
+            recorder.eval(self.position.step, val_loss)?;
+        }
         Ok(Some(val_loss))
     }
 
@@ -271,9 +377,22 @@ impl<'a> Trainer<'a> {
         let root = self.folder.checkpoints();
         let path = checkpoint::save(&root, &mut self.engine, manifest, raw.checkpoint.keep)?;
         self.saved_step = Some(self.position.step);
-        self.recorder.flush()?;
         tracing::info!("saved {}", path.display());
-        Ok(())
+        self.recorder.as_mut().map_or(Ok(()), Recorder::flush)
+    }
+}
+
+/// The newest checkpoint. Rank 0 finds and checks it, and the others believe it.
+fn latest(comm: &Comm, folder: &RunFolder) -> Result<Option<Checkpoint>> {
+    let path = comm.lead(|| {
+        let found = checkpoint::latest(&folder.checkpoints())?;
+        Ok(found.map_or_else(Vec::new, |found| {
+            found.path().to_string_lossy().into_owned().into_bytes()
+        }))
+    })?;
+    match String::from_utf8_lossy(&path) {
+        path if path.is_empty() => Ok(None),
+        path => Checkpoint::open_unchecked(Path::new(&*path)).map(Some),
     }
 }
 

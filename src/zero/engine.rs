@@ -1,19 +1,27 @@
-//! The training step over units: forward, backward, reduce, clip, update.
+//! The training step over units: gather, forward, backward, reduce, clip, update.
+//!
+//! One rank is N ranks whose collectives do nothing: it owns every shard whole, so that nothing is
+//! gathered or released.
 
+use std::iter::once;
 use std::sync::Arc;
 
-use candle_core::{Device, Tensor};
-use rayon::prelude::*;
-
-use super::partition;
-use crate::comm::{Comm, ReduceOp};
+use super::agree;
+use super::gather::{Gather, Request};
+use super::memory::Memory;
+use super::norm;
+use super::reduce::Reduce;
+use super::states::UnitStates;
+use super::walk::Walk;
+use super::{PrecisionConfig, ZeroConfig};
+use crate::comm::{Comm, Purpose};
 use crate::model::{Gpt, Pass, Unit};
-use crate::ops::{ALIGN, Tape};
-use crate::optim::{self, Optimizer, OptimizerConfig, StepInputs};
+use crate::optim::{OptimizerConfig, StepInputs};
+use crate::quant::F32;
 use crate::{Error, Result};
 
 /// How the engine trains.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct EngineOptions {
     /// Seed of the run, for dropout.
     pub seed: u64,
@@ -23,6 +31,10 @@ pub struct EngineOptions {
     pub recompute_blocks: bool,
     /// Parameters with fewer elements keep f32 optimizer state.
     pub min_8bit_size: usize,
+    /// How model states are spread over ranks.
+    pub zero: ZeroConfig,
+    /// Float formats between ranks.
+    pub precision: PrecisionConfig,
 }
 
 /// Sequences that go through the model at once.
@@ -47,42 +59,58 @@ pub struct StepOutcome {
     pub non_finite: Option<String>,
 }
 
-/// A model with its optimizers, and the group of ranks that share them.
+/// A model with this rank's part of its states, and the ranks that share them.
 pub struct Engine {
     model: Gpt,
-    /// One a unit.
-    optimizers: Vec<Box<dyn Optimizer>>,
-    comm: Comm,
+    states: Vec<UnitStates>,
+    comm: Arc<Comm>,
+    gather: Gather,
+    reduce: Reduce,
     options: EngineOptions,
+    /// Whether this rank holds a part of each unit, and not all of it.
+    is_sharded: bool,
     /// Updates so far. Skipped steps do not count.
     num_updates: u64,
+    /// Bytes of activations that a walk held at most.
+    peak_activation_bytes: usize,
 }
 
 impl Engine {
-    /// An engine over `model` with fresh optimizer state.
+    /// An engine over `model` with fresh optimizer state. `fill` gives a unit its first weights; of
+    /// one unit at a time a rank then holds all of them.
     ///
     /// # Errors
-    /// [`Error::Config`] when the optimizer cannot be built.
+    /// As `fill`; [`Error::Tensor`] on a bug.
     pub fn new(
         model: Gpt,
         optimizer: &OptimizerConfig,
-        comm: Comm,
+        comm: Arc<Comm>,
         options: EngineOptions,
+        mut fill: impl FnMut(&Arc<dyn Unit>) -> Result<()>,
     ) -> Result<Self> {
         let place = comm.topology();
-        let build = |unit: &Arc<dyn Unit>| {
-            let layout = unit.buffer().layout();
-            let shard = partition::shard(layout.num_elements, place.world(), place.rank);
-            let segments = partition::segments(layout, &shard, options.min_8bit_size);
-            optim::build(optimizer, segments, shard.len())
+        let is_sharded = place.world() > 1 && options.zero.stage == 3;
+        let mut states = Vec::new();
+        for unit in model.units() {
+            fill(unit)?;
+            let min = options.min_8bit_size;
+            states.push(UnitStates::new(unit, place, is_sharded, optimizer, min)?);
+        }
+        let zero = &options.zero;
+        let (ahead, in_flight) = match zero.overlap {
+            true => (zero.prefetch, 1),
+            false => (0, 0),
         };
-        let optimizers = model.units().iter().map(build).collect();
         Ok(Self {
             model,
-            optimizers,
+            states,
+            gather: Gather::new(options.precision.gather.codec(), ahead),
+            reduce: Reduce::new(options.precision.reduce.codec(), in_flight),
             comm,
             options,
+            is_sharded,
             num_updates: 0,
+            peak_activation_bytes: 0,
         })
     }
 
@@ -91,11 +119,14 @@ impl Engine {
         &self.model
     }
 
-    /// The units' optimizers with their units, to save or to load.
-    pub fn optimizers(
-        &mut self,
-    ) -> impl Iterator<Item = (&Arc<dyn Unit>, &mut Box<dyn Optimizer>)> {
-        self.model.units().iter().zip(&mut self.optimizers)
+    /// The ranks.
+    pub fn comm(&self) -> &Arc<Comm> {
+        &self.comm
+    }
+
+    /// This rank's states of every unit, to save or to load.
+    pub fn states(&mut self) -> &mut [UnitStates] {
+        &mut self.states
     }
 
     /// Updates so far.
@@ -108,9 +139,28 @@ impl Engine {
         self.num_updates = num_updates;
     }
 
-    /// Bytes of optimizer state on this rank.
-    pub fn state_bytes(&self) -> usize {
-        self.optimizers.iter().map(|o| o.state_bytes()).sum()
+    /// Bytes of model states and of what a step holds at most, on this rank.
+    pub fn memory(&self) -> Memory {
+        let mut memory = Memory {
+            peak_gathered_bytes: self.gather.peak_bytes(),
+            peak_activation_bytes: self.peak_activation_bytes,
+            ..Memory::default()
+        };
+        for state in &self.states {
+            let (weights, grads) = state.resident_bytes();
+            memory.master_bytes += weights;
+            memory.gradient_bytes += grads;
+            memory.optimizer_state_bytes += state.optimizer.state_bytes();
+        }
+        memory
+    }
+
+    /// Compares the weights that all ranks compute with.
+    ///
+    /// # Errors
+    /// [`Error::Peer`] naming the ranks that differ from rank 0.
+    pub fn check_agreement(&self) -> Result<()> {
+        agree::check_weights(&self.states, &self.comm)
     }
 
     /// One step over `micro_batches`, which are this rank's part of `num_tokens` tokens.
@@ -124,27 +174,32 @@ impl Engine {
         num_tokens: usize,
         micro_batches: impl Iterator<Item = MicroBatch>,
     ) -> Result<StepOutcome> {
-        for unit in self.model.units() {
-            unit.buffer().clear_grads();
-        }
+        self.states.iter_mut().for_each(UnitStates::clear_grads);
         let mut loss = 0.0;
-        for batch in micro_batches {
-            loss += self.forward_backward(step, num_tokens, batch)?;
-        }
-        let loss = self.comm.all_reduce(&[loss], ReduceOp::Sum)?[0];
-        for unit in self.model.units() {
-            if let Some(name) = unit.buffer().without_grad().next() {
-                return Err(candle_core::Error::Msg(format!("{name} has no gradient")).into());
+        let mut micro_batches = micro_batches.peekable();
+        self.plan_pass();
+        while let Some(batch) = micro_batches.next() {
+            let is_last = micro_batches.peek().is_none();
+            if !is_last {
+                // So that its first gathers run beside the end of this one.
+                self.plan_pass();
             }
+            loss += self.forward_backward(step, num_tokens, batch, is_last)?;
         }
-        let grad_norm = self.grad_norm()?;
+        self.reduce.finish(&mut self.states)?;
+        // With whole gradients every rank has the same: they count once.
+        let squares = norm::sum_of_squares(&self.states)?;
+        let sums = self.comm.sum(&[loss as f64, squares])?;
+        let loss = sums[0] as f32;
+        let squares = if self.is_sharded { sums[1] } else { squares };
+        let grad_norm = (squares as f32).sqrt();
         let mut outcome = StepOutcome {
             loss,
             grad_norm,
             non_finite: None,
         };
         if !loss.is_finite() || !grad_norm.is_finite() {
-            outcome.non_finite = Some(self.first_non_finite(loss)?);
+            outcome.non_finite = Some(norm::first_non_finite(&self.states, &self.comm, loss)?);
             return Ok(outcome);
         }
         let clip = self.options.grad_clip;
@@ -161,15 +216,70 @@ impl Engine {
             grad_scale,
             comm: &self.comm,
         };
-        for (unit, optimizer) in self.model.units().iter().zip(&mut self.optimizers) {
-            unit.buffer()
-                .with_step(|weights, grads| Ok(optimizer.step(&inputs, weights, grads)))??;
+        for state in &mut self.states {
+            state.step(&inputs)?;
         }
         Ok(outcome)
     }
 
+    /// Plans the gathers of one microbatch, in the order [`Engine::forward_backward`] uses them.
+    fn plan_pass(&mut self) {
+        if !self.is_sharded {
+            return;
+        }
+        let head = self.states.len() - 1;
+        let forward = (0..head).chain(self.gathered_for_head());
+        let backward = (0..head).rev().filter(|&unit| self.gathers_again(unit));
+        let plan: Vec<Request> = forward
+            .map(|unit| (unit, Purpose::ForwardGather))
+            .chain(backward.map(|unit| (unit, Purpose::BackwardGather)))
+            .map(|(unit, purpose)| Request { unit, purpose })
+            .collect();
+        self.gather.plan(plan);
+    }
+
+    /// Unit `unit`, and the unit whose buffer it also reads and adds to.
+    fn uses(&self, unit: usize) -> impl Iterator<Item = usize> + use<> {
+        let borrowed = self.states[unit].unit.borrowed();
+        let lender = borrowed.and_then(|buffer| {
+            let lends = |state: &UnitStates| Arc::ptr_eq(state.unit.buffer(), buffer);
+            self.states.iter().position(lends)
+        });
+        once(unit).chain(lender)
+    }
+
+    /// What is gathered for the head: what it uses and nobody kept.
+    fn gathered_for_head(&self) -> Vec<usize> {
+        let head = self.states.len() - 1;
+        let uses = self.uses(head);
+        uses.filter(|&unit| unit == head || !self.keeps(unit)).collect()
+    }
+
+    /// Whether unit `unit` keeps its gathered weights from its forward to its backward pass.
+    fn keeps(&self, unit: usize) -> bool {
+        !self.options.zero.reshard_after_forward && self.states[unit].unit.backward_reads_weights()
+    }
+
+    /// Whether unit `unit` is gathered once more for its backward pass.
+    fn gathers_again(&self, unit: usize) -> bool {
+        self.options.zero.reshard_after_forward && self.states[unit].unit.backward_reads_weights()
+    }
+
+    fn acquire(&mut self, unit: usize) -> Result<()> {
+        match self.is_sharded {
+            true => self.gather.acquire(&self.states, &self.comm, unit),
+            false => Ok(()),
+        }
+    }
+
     /// Adds the gradients of one microbatch and returns its part of the loss.
-    fn forward_backward(&self, step: u64, num_tokens: usize, batch: MicroBatch) -> Result<f32> {
+    fn forward_backward(
+        &mut self,
+        step: u64,
+        num_tokens: usize,
+        batch: MicroBatch,
+        is_last: bool,
+    ) -> Result<f32> {
         let pass = Pass {
             training: true,
             seed: self.options.seed,
@@ -178,104 +288,122 @@ impl Engine {
             targets: Some(Arc::new(batch.targets)),
             loss_scale: 1.0 / num_tokens as f32,
         };
-        let seq_len = self.model.seq_len();
-        let tokens = Tensor::from_vec(batch.inputs, ((), seq_len), &Device::Cpu)?;
-        // One tape a unit: between units the engine holds plain tensors, where it can gather,
-        // reduce and release.
-        let mut tapes = Vec::new();
-        let mut x = tokens;
-        for unit in self.model.units() {
-            let tape = Tape::recording();
-            let y = if self.options.recompute_blocks && unit.can_recompute() {
-                let (unit, pass) = (unit.clone(), pass.clone());
-                tape.recompute(&x, move |tape, x| unit.forward(tape, x, &pass))?
-            } else {
-                unit.forward(&tape, &x, &pass)?
-            };
-            tapes.push((tape, x, y.clone()));
-            x = y;
-        }
-        let loss = x.to_scalar::<f32>()?;
-        let mut grad = x.ones_like()?;
-        drop(x);
-        while let Some((tape, input, output)) = tapes.pop() {
-            match tape.backward(&output, grad, &input)? {
-                Some(input_grad) => grad = input_grad,
-                None => break,
+        let mut walk = Walk::new(batch.inputs, self.model.seq_len(), pass)?;
+        let recompute = self.options.recompute_blocks;
+        let world = self.comm.topology().world();
+        let head = self.states.len() - 1;
+        for unit in 0..head {
+            self.acquire(unit)?;
+            walk.forward(&self.states[unit].unit, recompute)?;
+            if !self.keeps(unit) {
+                self.gather.release(&self.states[unit])?;
             }
+        }
+        // The head goes forward and back at once: its loss is differentiated on the spot, into its
+        // own gradient and that of the table it may borrow.
+        let gathered = self.gathered_for_head();
+        for &unit in &gathered {
+            self.acquire(unit)?;
+        }
+        for unit in self.uses(head) {
+            self.reduce.lend(&self.states[unit], world)?;
+        }
+        walk.forward(&self.states[head].unit, recompute)?;
+        let loss = walk.loss()?;
+        self.peak_activation_bytes = self.peak_activation_bytes.max(walk.activation_bytes());
+        walk.backward()?;
+        for unit in gathered {
+            self.gather.release(&self.states[unit])?;
+        }
+        self.reduce_unit(head, is_last)?;
+        for unit in (0..head).rev() {
+            if self.gathers_again(unit) {
+                self.acquire(unit)?;
+            }
+            self.reduce.lend(&self.states[unit], world)?;
+            walk.backward()?;
+            if self.keeps(unit) || self.gathers_again(unit) {
+                self.gather.release(&self.states[unit])?;
+            }
+            self.reduce_unit(unit, is_last)?;
         }
         Ok(loss)
     }
 
-    /// The norm over all gradients: per-block partial sums, added in block order in f64.
-    fn grad_norm(&self) -> Result<f32> {
-        let mut sum = 0.0f64;
-        for unit in self.model.units() {
-            sum += unit.buffer().with_grads(|grads| {
-                let partial = |block: &[f32]| sum_of_squares(block) as f64;
-                let partials: Vec<f64> = grads
-                    .par_chunks(ALIGN)
-                    .with_min_len(16)
-                    .map(partial)
-                    .collect();
-                Ok(partials.iter().sum::<f64>())
-            })?;
+    /// Starts reducing the gradients of a unit whose backward is done. Without shards they add up
+    /// locally until the last microbatch.
+    fn reduce_unit(&mut self, unit: usize, is_last: bool) -> Result<()> {
+        let state = &self.states[unit];
+        if let Some(name) = state.unit.buffer().without_grad().next() {
+            return Err(candle_core::Error::Msg(format!("{name} has no gradient")).into());
         }
-        Ok(self.comm.all_reduce(&[sum as f32], ReduceOp::Sum)?[0].sqrt())
+        match self.is_sharded || is_last && self.comm.topology().world() > 1 {
+            true => self.reduce.start(&mut self.states, &self.comm, unit),
+            false => Ok(()),
+        }
     }
 
-    /// The first parameter with a value that is not finite, or else with such a gradient, or else
-    /// what the step made of them.
-    fn first_non_finite(&self, loss: f32) -> Result<String> {
-        for param in self.model.params() {
-            if !param.read(|w| Ok(w.iter().all(|w| w.is_finite())))? {
-                return Ok(param.spec().name.clone());
-            }
-        }
-        for param in self.model.params() {
-            if param.grad()?.iter().any(|g| !g.is_finite()) {
-                return Ok(format!("gradient of {}", param.spec().name));
-            }
-        }
-        let what = if loss.is_finite() {
-            "gradient norm"
-        } else {
-            "loss"
-        };
-        Ok(what.into())
-    }
-
-    /// Mean loss over `batches` of (inputs, targets), each (B, S).
+    /// Mean loss over all ranks' `batches` of (inputs, targets), each (B, S). Weights are gathered
+    /// as they are, without a codec.
     ///
     /// # Errors
-    /// [`Error::Data`] when there is no batch; as [`Engine::train_step`].
-    pub fn evaluate(&self, batches: impl Iterator<Item = (Vec<u32>, Vec<u32>)>) -> Result<f64> {
+    /// [`Error::Data`] when there is no batch on any rank; as [`Engine::train_step`].
+    pub fn evaluate(
+        &mut self,
+        mut batches: impl Iterator<Item = (Vec<u32>, Vec<u32>)>,
+    ) -> Result<f64> {
+        let mut gather = Gather::new(Arc::new(F32), self.options.zero.prefetch);
         let (mut loss, mut num_tokens) = (0.0f64, 0usize);
-        for (inputs, targets) in batches {
-            let count = targets.len();
-            let pass = Pass {
-                targets: Some(Arc::new(targets)),
-                loss_scale: 1.0 / count as f32,
-                ..Pass::default()
-            };
-            let tokens = Tensor::from_vec(inputs, ((), self.model.seq_len()), &Device::Cpu)?;
-            loss += self.model.infer(&tokens, &pass)?.to_scalar::<f32>()? as f64 * count as f64;
-            num_tokens += count;
+        loop {
+            let batch = batches.next();
+            // Ranks may have different numbers of batches, but gather together.
+            if !self.comm.any(batch.is_some())? {
+                break;
+            }
+            let count = batch.as_ref().map_or(0, |(_, targets)| targets.len());
+            let walk = batch.map(|(inputs, targets)| {
+                let pass = Pass {
+                    targets: Some(Arc::new(targets)),
+                    loss_scale: 1.0 / count as f32,
+                    ..Pass::default()
+                };
+                Walk::new(inputs, self.model.seq_len(), pass)
+            });
+            let mut walk = walk.transpose()?;
+            self.infer(&mut gather, walk.as_mut())?;
+            if let Some(walk) = walk {
+                loss += walk.loss()? as f64 * count as f64;
+                num_tokens += count;
+            }
         }
-        if num_tokens == 0 {
+        let sums = self.comm.sum(&[loss, num_tokens as f64])?;
+        if sums[1] == 0.0 {
             return Err(Error::Data("there is nothing to evaluate on".into()));
         }
-        Ok(loss / num_tokens as f64)
+        Ok(sums[0] / sums[1])
     }
-}
 
-/// Sum of squares over 16 lanes, which the compiler vectorises.
-fn sum_of_squares(values: &[f32]) -> f32 {
-    let mut lanes = [0.0f32; 16];
-    for chunk in values.chunks(16) {
-        for (lane, v) in lanes.iter_mut().zip(chunk) {
-            *lane += v * v;
+    /// Takes a walk through the model without keeping anything; without one, gathers along.
+    fn infer(&self, gather: &mut Gather, mut walk: Option<&mut Walk>) -> Result<()> {
+        let num_units = self.states.len();
+        if self.is_sharded {
+            let units = (0..num_units).flat_map(|unit| self.uses(unit));
+            let purpose = Purpose::Evaluation;
+            gather.plan(units.map(|unit| Request { unit, purpose }));
         }
+        for unit in 0..num_units {
+            if self.is_sharded {
+                for unit in self.uses(unit) {
+                    gather.acquire(&self.states, &self.comm, unit)?;
+                }
+            }
+            if let Some(walk) = &mut walk {
+                walk.infer(&self.states[unit].unit)?;
+            }
+            for unit in self.uses(unit) {
+                gather.release(&self.states[unit])?;
+            }
+        }
+        Ok(())
     }
-    crate::simd::body::sum_lanes(lanes)
 }

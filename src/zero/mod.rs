@@ -1,7 +1,20 @@
 //! Who owns which part of the model states, and the training step (ZeRO stage 3).
 
+mod agree;
+mod config;
 mod engine;
+mod gather;
+mod memory;
+mod norm;
 mod partition;
+mod pool;
+mod reduce;
+mod states;
+mod walk;
 
+pub use agree::same_everywhere;
+pub use config::{Precision, PrecisionConfig, ZeroConfig};
 pub use engine::{Engine, EngineOptions, MicroBatch, StepOutcome};
-pub use partition::{segments, shard};
+pub use memory::Memory;
+pub use partition::{segments, shard, shard_len};
+pub use states::UnitStates;

@@ -5,12 +5,17 @@ use std::ops::Range;
 use crate::ops::{ALIGN, UnitLayout};
 use crate::optim::Segment;
 
-/// The elements of a buffer of `num_elements` that `rank` of `world` owns: whole blocks of 2048,
-/// as even as they come, so that no quantization block is ever cut by the number of ranks.
+/// Elements of every rank's shard of a buffer of `num_elements`: whole blocks of 2048, so that no
+/// quantization block is ever cut by the number of ranks, and as many on every rank, so that
+/// collectives have equal pieces. What the last ranks hold past the buffer's end is padding.
+pub fn shard_len(num_elements: usize, world: usize) -> usize {
+    num_elements.div_ceil(ALIGN).div_ceil(world) * ALIGN
+}
+
+/// The elements that `rank` of `world` owns.
 pub fn shard(num_elements: usize, world: usize, rank: usize) -> Range<usize> {
-    let num_blocks = num_elements.div_ceil(ALIGN);
-    let start = |rank: usize| (num_blocks * rank / world * ALIGN).min(num_elements);
-    start(rank)..start(rank + 1)
+    let len = shard_len(num_elements, world);
+    rank * len..(rank + 1) * len
 }
 
 /// The parts of parameters that lie in `shard`, with ranges counted from its start.
@@ -24,6 +29,7 @@ pub fn segments(layout: &UnitLayout, shard: &Range<usize>, min_8bit_size: usize)
             let end = (offset + param.len()).min(shard.end);
             (start < end).then(|| Segment {
                 range: start - shard.start..end - shard.start,
+                offset: start - offset,
                 name: param.name.clone(),
                 decay: param.decay,
                 eight_bit: !param.is_plain()
@@ -66,15 +72,18 @@ mod tests {
                 let shard = shard(layout.num_elements, world, rank);
                 prop_assert_eq!(shard.start, end);
                 prop_assert_eq!(shard.start % ALIGN, 0);
+                prop_assert_eq!(shard.len(), shard_len(layout.num_elements, world));
                 end = shard.end;
                 for segment in segments(&layout, &shard, 4096) {
                     let i: usize = segment.name[1..].parse().unwrap();
+                    prop_assert_eq!(segment.offset, covered[i]);
                     covered[i] += segment.range.len();
                     prop_assert!(!segment.eight_bit || segment.range.start % ALIGN == 0);
                     prop_assert_eq!(segment.eight_bit, lens[i] >= 4096 && i % 3 != 2);
                 }
             }
-            prop_assert_eq!(end, layout.num_elements);
+            prop_assert!(end >= layout.num_elements);
+            prop_assert!(end < layout.num_elements + world * ALIGN);
             prop_assert_eq!(covered, lens);
         }
     }

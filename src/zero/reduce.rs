@@ -1,0 +1,195 @@
+//! Gradients from everybody to their owners, while the unit before computes.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::pool::Pool;
+use super::states::UnitStates;
+use crate::Result;
+use crate::comm::{Call, Comm, Group, Groups, Label, LinkBytes, Moved, Pending, Purpose, ReduceOp};
+use crate::quant::{Codec, F32};
+
+/// What a reduction gives back.
+struct Reduced {
+    /// The gradients of the whole unit: used up, or under stage 0 the sums.
+    whole: Vec<f32>,
+    /// The sums of this rank's shard; empty under stage 0.
+    shard: Vec<f32>,
+}
+
+/// Reduces units' gradients, a few at a time.
+pub struct Reduce {
+    codec: Arc<dyn Codec>,
+    /// Reductions in flight while the computation goes on.
+    in_flight: usize,
+    pool: Pool,
+    started: VecDeque<(usize, Pending<Reduced>)>,
+}
+
+impl Reduce {
+    /// A reducer that keeps up to `in_flight` reductions running.
+    pub fn new(codec: Arc<dyn Codec>, in_flight: usize) -> Self {
+        Self {
+            codec,
+            in_flight,
+            pool: Pool::default(),
+            started: VecDeque::new(),
+        }
+    }
+
+    /// Lends unit `unit` a gradient buffer for a microbatch, if it has none.
+    ///
+    /// # Errors
+    /// [`crate::Error::Tensor`] when candle refuses access to the buffer.
+    pub fn lend(&self, state: &UnitStates, world: usize) -> Result<()> {
+        if state.master().is_some() && !state.unit.buffer().has_grads() {
+            let whole = self.pool.take(state.shard_len() * world);
+            state.unit.buffer().lend_grads(whole)?;
+        }
+        Ok(())
+    }
+
+    /// Starts reducing the gradients of unit `unit`: to the shards, or with every rank holding the
+    /// whole unit to all.
+    ///
+    /// # Errors
+    /// As [`Reduce::finish`] of earlier ones.
+    pub fn start(&mut self, states: &mut [UnitStates], comm: &Comm, unit: usize) -> Result<()> {
+        let state = &states[unit];
+        let mut whole = state.unit.buffer().take_grads()?;
+        let is_sharded = state.master().is_some();
+        let codec = self.codec.clone();
+        let label = Label {
+            purpose: Purpose::GradientReduce,
+            unit: state.unit.name().into(),
+            algorithm: match is_sharded {
+                true => "reduce_scatter",
+                false => "all_reduce",
+            },
+            codec: match is_sharded {
+                true => codec.name(),
+                false => F32.name(),
+            },
+        };
+        let mut shard = match is_sharded {
+            true => self.pool.take(state.shard_len()),
+            false => Vec::new(),
+        };
+        let pending = comm.start(label, move |groups| {
+            let bytes = match is_sharded {
+                true => reduce_scatter(groups, &*codec, &whole, &mut shard)?,
+                false => {
+                    groups.world.all_reduce(&mut whole, ReduceOp::Sum)?;
+                    groups.world.volume(Call::AllReduce {
+                        bytes: whole.len() * 4,
+                    })
+                }
+            };
+            Ok(Moved {
+                elements: whole.len(),
+                value: Reduced { whole, shard },
+                bytes,
+            })
+        });
+        self.started.push_back((unit, pending));
+        while self.started.len() > self.in_flight {
+            self.finish_one(states)?;
+        }
+        Ok(())
+    }
+
+    fn finish_one(&mut self, states: &mut [UnitStates]) -> Result<()> {
+        let Some((unit, pending)) = self.started.pop_front() else {
+            return Ok(());
+        };
+        let Reduced { whole, shard } = pending.wait()?;
+        let state = &mut states[unit];
+        if state.master().is_some() {
+            state.add_grads(&shard);
+            self.pool.give(shard);
+            self.pool.give(whole);
+        } else {
+            state.unit.buffer().return_grads(whole)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for all reductions.
+    ///
+    /// # Errors
+    /// [`crate::Error::Peer`] when a collective fails.
+    pub fn finish(&mut self, states: &mut [UnitStates]) -> Result<()> {
+        while !self.started.is_empty() {
+            self.finish_one(states)?;
+        }
+        Ok(())
+    }
+}
+
+/// The sum over ranks of their `whole`, this rank's part of it, into `shard`.
+///
+/// An all-to-all and a sum in order: local ranks, then nodes. Each hop goes through `codec`; sums
+/// are f32.
+pub fn reduce_scatter(
+    groups: &Groups,
+    codec: &dyn Codec,
+    whole: &[f32],
+    shard: &mut [f32],
+) -> Result<LinkBytes> {
+    if codec.is_identity() {
+        groups.world.reduce_scatter(whole, shard)?;
+        return Ok(groups.world.volume(Call::ReduceScatter {
+            piece_bytes: shard.len() * 4,
+        }));
+    }
+    two_hop(groups, codec, whole, shard)
+}
+
+/// [`reduce_scatter`] with any codec.
+fn two_hop(
+    groups: &Groups,
+    codec: &dyn Codec,
+    whole: &[f32],
+    shard: &mut [f32],
+) -> Result<LinkBytes> {
+    let (nodes, locals) = (groups.cross.size(), groups.local.size());
+    // Rank `node * locals + local` owns that piece: for every node, its pieces lie side by side,
+    // one a local rank.
+    let mut partial = vec![0.0; shard.len() * nodes];
+    let mut moved = LinkBytes::default();
+    for (run, sums) in whole
+        .chunks(shard.len() * locals)
+        .zip(partial.chunks_mut(shard.len()))
+    {
+        moved += hop(&*groups.local, codec, run, sums)?;
+    }
+    moved += hop(&*groups.cross, codec, &partial, shard)?;
+    Ok(moved)
+}
+
+/// One all-to-all of encoded pieces and the sum of what arrives, in rank order. Alone, a rank has
+/// nothing to send and nothing to round.
+fn hop(group: &dyn Group, codec: &dyn Codec, pieces: &[f32], sums: &mut [f32]) -> Result<LinkBytes> {
+    let size = group.size();
+    if size == 1 {
+        sums.copy_from_slice(pieces);
+        return Ok(LinkBytes::default());
+    }
+    let piece_bytes = codec.encoded_bytes(sums.len());
+    let mut send = vec![0; piece_bytes * size];
+    for (piece, bytes) in pieces
+        .chunks(sums.len())
+        .zip(send.chunks_mut(piece_bytes.max(1)))
+    {
+        codec.encode(piece, bytes);
+    }
+    let mut received = vec![0; piece_bytes * size];
+    let sizes = vec![piece_bytes; size];
+    group.all_to_all(&send, &sizes, &mut received, &sizes)?;
+    let (first, rest) = received.split_at(piece_bytes);
+    codec.decode(first, sums)?;
+    for bytes in rest.chunks(piece_bytes.max(1)) {
+        codec.decode_accumulate(bytes, sums)?;
+    }
+    Ok(group.volume(Call::AllToAll { recv_bytes: &sizes }))
+}
