@@ -14,24 +14,8 @@ use super::shm::{Region, Shm};
 use super::sys;
 use super::tcp::Tcp;
 use super::watch::Lifeline;
-use super::{Groups, Topology};
+use super::{CommConfig, Groups, LocalTransport, Topology};
 use crate::{Error, Result};
-
-/// What carries data between the ranks of a node.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum LocalTransport {
-    /// Shared memory, and where it cannot be had, TCP.
-    #[default]
-    Auto = 0,
-    /// Shared memory or an error.
-    Shm = 1,
-    /// TCP.
-    Tcp = 2,
-}
-
-impl LocalTransport {
-    pub(super) const ALL: [Self; 3] = [Self::Auto, Self::Shm, Self::Tcp];
-}
 
 /// How ranks talk.
 #[derive(Clone, Copy, Debug)]
@@ -45,10 +29,7 @@ pub struct CommOptions {
 
 impl Default for CommOptions {
     fn default() -> Self {
-        Self {
-            timeout: Duration::from_secs(300),
-            local: LocalTransport::Auto,
-        }
+        CommConfig::default().options()
     }
 }
 

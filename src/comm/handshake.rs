@@ -5,7 +5,7 @@
 //! in every version. All little-endian, as the data is: the magic of a big-endian machine reads
 //! as a stranger's.
 
-use super::bootstrap::LocalTransport;
+use super::LocalTransport;
 
 /// Rises with every change of what crosses a connection.
 pub(super) const VERSION: u32 = 1;

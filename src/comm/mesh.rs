@@ -8,14 +8,14 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use super::Topology;
-use super::bootstrap::{Bootstrap, LocalTransport};
+use super::bootstrap::Bootstrap;
 use super::frame::{Frame, MAX_CONTENT};
 use super::handshake::{
     self, Channel, HELLO_BYTES, Hello, OPENING_BYTES, REPLY_BYTES, Reply, VERSION,
 };
 use super::health::ranks;
 use super::sys::{self, Watch};
+use super::{LocalTransport, Topology};
 use crate::{Error, Result};
 
 /// How long a caller may take to say hello.

@@ -2,6 +2,7 @@
 
 mod assemble; // groups made of transports; ranks as threads
 mod bootstrap; // from addresses to groups
+mod config; // [comm]
 mod frame; // messages on control connections
 mod group; // the trait
 mod handshake; // the first bytes on a connection
@@ -22,7 +23,8 @@ mod topology; // which ranks share a node
 mod watch; // notices that a rank died
 
 pub use assemble::{thread_groups, thread_groups_within};
-pub use bootstrap::{Bootstrap, CommOptions, LocalTransport, connect};
+pub use bootstrap::{Bootstrap, CommOptions, connect};
+pub use config::{Backend, CommConfig, LocalTransport};
 pub use group::{Call, Group, LinkBytes, ReduceOp, Solo};
 pub use stream::{Comm, Finished, Groups, Pending};
 pub use topology::Topology;
