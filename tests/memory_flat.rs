@@ -55,15 +55,18 @@ fn memory_is_flat_over_200_steps() {
             ..ModelConfig::default()
         };
         let model = Gpt::new(&config, VOCAB);
-        model.initialize(1).unwrap();
         let options = EngineOptions {
             seed: 1,
             grad_clip: 1.0,
             recompute_blocks,
             min_8bit_size: 4096,
+            ..EngineOptions::default()
         };
         let optimizer = OptimizerConfig::default();
-        let mut engine = Engine::new(model, &optimizer, Comm::solo(), options).unwrap();
+        let mut engine = Engine::new(model, &optimizer, Comm::solo().into(), options, |unit| {
+            Ok(unit.buffer().initialize(1)?)
+        })
+        .unwrap();
         let mut live = Vec::with_capacity(22);
         for step in 0..220 {
             let batches = (0..2).map(|i| MicroBatch {

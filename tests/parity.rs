@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-use train::checkpoint::load_weights;
+use train::checkpoint::Weights;
 use train::comm::Comm;
 use train::model::{Gpt, ModelConfig};
 use train::optim::{OptimizerConfig, StateKind};
@@ -46,7 +46,7 @@ fn engine(state: StateKind, recompute_blocks: bool) -> Engine {
         ..ModelConfig::default()
     };
     let model = Gpt::new(&config, VOCAB);
-    load_weights(Path::new("tests/golden/parity_init.safetensors"), &model).unwrap();
+    let weights = Weights::open(Path::new("tests/golden/parity_init.safetensors")).unwrap();
     let optimizer = OptimizerConfig {
         state,
         ..OptimizerConfig::default()
@@ -56,8 +56,10 @@ fn engine(state: StateKind, recompute_blocks: bool) -> Engine {
         grad_clip: 1.0,
         recompute_blocks,
         min_8bit_size: 4096,
+        ..EngineOptions::default()
     };
-    Engine::new(model, &optimizer, Comm::solo(), options).unwrap()
+    let fill = |unit: &_| weights.fill(unit);
+    Engine::new(model, &optimizer, Comm::solo().into(), options, fill).unwrap()
 }
 
 /// Losses and gradient norms of 50 steps.

@@ -51,7 +51,6 @@ const PLAIN: Options = Options {
 
 fn engine(config: &ModelConfig, options: Options) -> Engine {
     let model = Gpt::new(config, VOCAB);
-    model.initialize(7).unwrap();
     let optimizer = OptimizerConfig {
         state: options.state,
         ..OptimizerConfig::default()
@@ -61,8 +60,16 @@ fn engine(config: &ModelConfig, options: Options) -> Engine {
         grad_clip: options.grad_clip,
         recompute_blocks: options.recompute_blocks,
         min_8bit_size: 4096,
+        ..EngineOptions::default()
     };
-    Engine::new(model, &optimizer, Comm::solo(), engine_options).unwrap()
+    Engine::new(
+        model,
+        &optimizer,
+        Comm::solo().into(),
+        engine_options,
+        |unit| Ok(unit.buffer().initialize(7)?),
+    )
+    .unwrap()
 }
 
 /// The global batch of `step` in microbatches of `sequences_each`.
@@ -122,8 +129,8 @@ fn everything(engine: &mut Engine) -> (u64, Vec<Vec<u32>>) {
     for unit in engine.model().units() {
         all.push(unit.buffer().with_weights(|w| Ok(bits(w))).unwrap());
     }
-    for (_, optimizer) in engine.optimizers() {
-        for entry in optimizer.state() {
+    for state in engine.states() {
+        for entry in state.optimizer.state() {
             all.push(match entry.values {
                 StateSlice::F32(values) => bits(values),
                 StateSlice::U8(codes) => codes.iter().map(|c| *c as u32).collect(),
@@ -387,13 +394,14 @@ fn clipping_uses_one_norm_over_all_parameters() {
             norm(&param.grad().unwrap())
         };
         let mut num_checked = 0;
-        for (_, optimizer) in engine.optimizers() {
-            let names: Vec<String> = optimizer
+        for state in engine.states() {
+            let names: Vec<String> = state
+                .optimizer
                 .segments()
                 .iter()
                 .map(|s| s.name.clone())
                 .collect();
-            for entry in optimizer.state() {
+            for entry in state.optimizer.state() {
                 if let (StateSlice::F32(moment), "exp_avg") = (&entry.values, entry.name) {
                     let expected = scale * grad_of(&names[entry.segment]);
                     assert!((norm(moment) / expected - 1.0).abs() < 1e-3);

@@ -115,8 +115,10 @@ fn optimizer_of(state: &mut UnitStates) -> Named<'_> {
 /// On rank 0, every rank's part of each tensor, one after the other: parameters lie in the flat
 /// buffer in one piece, and ranks own it in rank order.
 fn put_together(comm: &Comm, parts: Named) -> Result<Named<'static>> {
-    let broken = |e: safetensors::SafeTensorError| Error::Peer(format!("a part of a checkpoint: {e}"));
-    let blob = safetensors::serialize(parts, None).map_err(broken)?;
+    let broken =
+        |e: safetensors::SafeTensorError| Error::Peer(format!("a part of a checkpoint: {e}"));
+    let views = parts.iter().map(|(name, tensor)| (name, tensor));
+    let blob = safetensors::serialize(views, None).map_err(broken)?;
     let len = (blob.len() as u64).to_le_bytes().to_vec();
     let lens = comm.gather_bytes(Purpose::Checkpoint, len)?;
     let lens: Vec<usize> = (lens.as_chunks().0.iter())
@@ -129,7 +131,11 @@ fn put_together(comm: &Comm, parts: Named) -> Result<Named<'static>> {
         // An all-to-all in which only rank 0 receives.
         let mut send_bytes = vec![0; sizes.len()];
         send_bytes[0] = blob.len();
-        let recv_bytes = if is_lead { sizes } else { vec![0; send_bytes.len()] };
+        let recv_bytes = if is_lead {
+            sizes
+        } else {
+            vec![0; send_bytes.len()]
+        };
         let mut received = vec![0; recv_bytes.iter().sum()];
         let world = &groups.world;
         world.all_to_all(&blob, &send_bytes, &mut received, &recv_bytes)?;

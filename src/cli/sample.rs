@@ -64,7 +64,10 @@ pub fn sample(args: &SampleArgs) -> Result<()> {
     let manifest = &checkpoint.manifest;
     let model = Gpt::new(&manifest.model, manifest.vocab_size);
     let weights = checkpoint.weights()?;
-    model.units().iter().try_for_each(|unit| weights.fill(unit))?;
+    model
+        .units()
+        .iter()
+        .try_for_each(|unit| weights.fill(unit))?;
 
     let mut tokens = tokenizer.encode(&args.prompt).map_err(|e| match e {
         Error::Data(what) => Error::Config(format!("--prompt {:?}: {what}", args.prompt)),

@@ -247,7 +247,10 @@ mod tests {
             assert_eq!(traffic.by_purpose["forward_gather"].inter_bytes, 15);
             assert_eq!(traffic.by_purpose["scalars"].busy_ms, 5.0);
         }
-        assert_eq!(ledger.run()[&label(Purpose::ForwardGather, "block 0")].calls, 2);
+        assert_eq!(
+            ledger.run()[&label(Purpose::ForwardGather, "block 0")].calls,
+            2
+        );
         let table = ledger.table(1.0);
         assert_eq!(table.lines().count(), 3, "{table}");
         assert!(table.contains("forward_gather"), "{table}");

@@ -4,16 +4,19 @@
 //! runs and gives them back through [`Pending::wait`], so nothing is borrowed across threads, and
 //! no collective ever blocks a compute worker.
 
-use std::sync::{Arc, Mutex};
 use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use super::watch::Lifeline;
 use super::{Call, Group, Label, Ledger, LinkBytes, Purpose, Solo, Topology, Totals, Traffic};
 use crate::{Error, Result};
 
 /// The groups a rank belongs to.
 pub struct Groups {
+    /// Says goodbye to the other ranks when the groups are dropped: before their connections close.
+    pub(super) lifeline: Lifeline,
     /// This rank's place.
     pub topology: Topology,
     /// All ranks.
@@ -32,7 +35,29 @@ impl Groups {
             world: Arc::new(Solo),
             local: Arc::new(Solo),
             cross: Arc::new(Solo),
+            lifeline: Lifeline::default(),
         }
+    }
+
+    /// Ends the job on every rank: what they are in fails with "rank r stopped: reason", as does
+    /// everything later. To be called before a rank that hit an error drops its groups, which
+    /// would look like an orderly end.
+    pub fn abort(&self, reason: &str) {
+        self.lifeline.abort(reason);
+    }
+
+    /// What this rank has received over all its groups, each byte once: a group on its own counts
+    /// what was called on it.
+    pub fn received(&self) -> LinkBytes {
+        let mut seen: Vec<&Arc<dyn Group>> = Vec::new();
+        let mut total = LinkBytes::default();
+        for group in [&self.world, &self.local, &self.cross] {
+            if !seen.iter().any(|other| Arc::ptr_eq(other, group)) {
+                total += group.received();
+                seen.push(group);
+            }
+        }
+        total
     }
 }
 
@@ -137,6 +162,11 @@ impl Comm {
         &self.groups
     }
 
+    /// [`Groups::abort`], also while a collective runs.
+    pub fn abort(&self, reason: &str) {
+        self.groups.abort(reason);
+    }
+
     /// Queues `task` behind those started before it; waiting for it books it under `label`. Every
     /// rank must start the same tasks in the same order.
     pub fn start<T: Send + 'static>(
@@ -183,6 +213,9 @@ impl Comm {
     /// # Errors
     /// As every collective.
     pub fn gather_bytes(&self, purpose: Purpose, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        if self.topology().world() == 1 {
+            return Ok(bytes);
+        }
         self.run(Label::small(purpose, "all_gather"), move |groups| {
             let mut all = vec![0; bytes.len() * groups.world.size()];
             groups.world.all_gather(&bytes, &mut all)?;
@@ -202,7 +235,12 @@ impl Comm {
     pub fn sum(&self, values: &[f64]) -> Result<Vec<f64>> {
         let bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         let all = self.gather_bytes(Purpose::Scalars, bytes)?;
-        let all: Vec<f64> = all.as_chunks().0.iter().map(|b| f64::from_le_bytes(*b)).collect();
+        let all: Vec<f64> = all
+            .as_chunks()
+            .0
+            .iter()
+            .map(|b| f64::from_le_bytes(*b))
+            .collect();
         let mut sums = vec![0.0; values.len()];
         for rank in all.chunks(values.len().max(1)) {
             for (sum, value) in sums.iter_mut().zip(rank) {
@@ -226,6 +264,9 @@ impl Comm {
     /// # Errors
     /// As every collective.
     pub fn from_lead(&self, purpose: Purpose, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        if self.topology().world() == 1 {
+            return Ok(bytes);
+        }
         let broadcast = |bytes: Vec<u8>| {
             self.run(Label::small(purpose, "broadcast"), move |groups| {
                 let mut bytes = bytes;
@@ -248,6 +289,29 @@ impl Comm {
             _ => vec![0; len as usize],
         };
         broadcast(bytes)
+    }
+
+    /// Runs `work` where there is some, and returns once it is done on every rank, however long that
+    /// takes: meanwhile the ranks show each other that they are alive.
+    ///
+    /// # Errors
+    /// As every collective.
+    pub fn patiently<T: Send>(&self, work: Option<impl FnOnce() -> T + Send>) -> Result<Option<T>> {
+        if self.topology().world() == 1 {
+            return Ok(work.map(|work| work()));
+        }
+        std::thread::scope(|scope| {
+            let worker = work.map(|work| scope.spawn(work));
+            let is_working = || worker.as_ref().is_some_and(|worker| !worker.is_finished());
+            while self.any(is_working())? {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            match worker.map(|worker| worker.join()) {
+                None => Ok(None),
+                Some(Ok(value)) => Ok(Some(value)),
+                Some(Err(panic)) => std::panic::resume_unwind(panic),
+            }
+        })
     }
 
     /// Runs `f` on rank 0 and gives what it returns to every rank; so are its errors, of the same
@@ -275,7 +339,9 @@ impl Comm {
         match (own_error, message.split_first()) {
             (Some(error), _) => Err(error),
             (None, Some((0, value))) => Ok(value.to_vec()),
-            (None, Some((status, text))) => Err(Error::of_lead(*status, &String::from_utf8_lossy(text))),
+            (None, Some((status, text))) => {
+                Err(Error::of_lead(*status, &String::from_utf8_lossy(text)))
+            }
             (None, None) => Err(Error::Peer("rank 0 sent an empty message".into())),
         }
     }
@@ -294,6 +360,10 @@ impl Comm {
 impl Drop for Comm {
     fn drop(&mut self) {
         if let Some((tasks, thread)) = self.thread.take() {
+            if std::thread::panicking() {
+                // Or the thread would wait for ranks that wait for this one.
+                self.groups.abort("it panicked");
+            }
             drop(tasks);
             // A panic there was already reported by the panic hook.
             let _ = thread.join();
@@ -347,6 +417,9 @@ mod tests {
         assert_eq!(comm.run(label(), |_| moved(7)).unwrap(), 7);
         assert_eq!(comm.sum(&[2.0, 3.0]).unwrap(), [2.0, 3.0]);
         assert!(comm.any(true).unwrap() && !comm.any(false).unwrap());
-        assert_eq!(comm.from_lead(Purpose::Scalars, vec![1, 2]).unwrap(), [1, 2]);
+        assert_eq!(
+            comm.from_lead(Purpose::Scalars, vec![1, 2]).unwrap(),
+            [1, 2]
+        );
     }
 }

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::explain::{Origins, explain};
 use super::layer::{ENV_PREFIX, Layer};
+use crate::comm::CommConfig;
 use crate::data::DataConfig;
 use crate::metrics::{HardwareConfig, MetricsConfig};
 use crate::model::ModelConfig;
@@ -38,6 +39,8 @@ pub struct RawConfig {
     pub zero: ZeroConfig,
     /// Float formats between ranks. Computation, master weights and sums are f32.
     pub precision: PrecisionConfig,
+    /// How ranks talk to each other.
+    pub comm: CommConfig,
     /// When checkpoints are saved and how many stay.
     pub checkpoint: CheckpointConfig,
     /// What a run writes down about itself.

@@ -170,6 +170,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::comm::Traffic;
     use crate::metrics::record::MemoryRecord;
 
     fn train(step: u64, loss: f32) -> TrainRecord {
@@ -184,6 +185,7 @@ mod tests {
             tflops: 0.1,
             mfu: None,
             flops_formula: crate::metrics::flops::FORMULA,
+            comm: Traffic::default(),
             memory: MemoryRecord::default(),
         }
     }
@@ -235,6 +237,7 @@ mod tests {
             "tflops",
             "mfu",
             "flops_formula",
+            "comm",
             "memory",
         ];
         documented.sort();

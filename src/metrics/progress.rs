@@ -94,6 +94,7 @@ fn numbers(r: &TrainRecord) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::comm::Traffic;
     use crate::metrics::record::MemoryRecord;
 
     #[test]
@@ -109,6 +110,7 @@ mod tests {
             tflops: 0.1134,
             mfu: None,
             flops_formula: "megatron",
+            comm: Traffic::default(),
             memory: MemoryRecord::default(),
         };
         assert_eq!(

@@ -137,13 +137,22 @@ mod tests {
         // The step beyond the largest finite value counts as another step of the same size.
         let to_up = match up.is_finite() {
             true => gap(up),
-            false => (down as f64 - f64::from(f32::from_bits(down.to_bits() - 0x1_0000))).abs() - gap(down),
+            false => {
+                (down as f64 - f64::from(f32::from_bits(down.to_bits() - 0x1_0000))).abs()
+                    - gap(down)
+            }
         };
         let even = down.to_bits() >> 16 & 1 == 0;
         match gap(down).total_cmp(&to_up) {
             std::cmp::Ordering::Less => down,
             std::cmp::Ordering::Greater => up,
-            std::cmp::Ordering::Equal => if even { down } else { up },
+            std::cmp::Ordering::Equal => {
+                if even {
+                    down
+                } else {
+                    up
+                }
+            }
         }
     }
 

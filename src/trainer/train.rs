@@ -38,7 +38,7 @@ pub fn train(plan: &Plan, start: Start, comm: Comm) -> Result<()> {
 }
 
 fn train_as_rank(plan: &Plan, start: &Start, comm: &Arc<Comm>) -> Result<()> {
-    let mut folder = RunFolder::at(plan);
+    let folder = RunFolder::at(plan);
     comm.lead(|| folder.check(start).map(|()| Vec::new()))?;
     runtime::start_workers(plan.threads)?;
     // Everything that can be wrong with the input is found before an earlier run is deleted.
@@ -63,11 +63,10 @@ fn prepare(plan: &Plan, comm: &Comm) -> Result<Dataset> {
             1 => place.local_rank() == 0,
             _ => true,
         };
-        if is_turn && dataset.is_none() {
-            dataset = Some(data::prepare(data, place.rank == 0)?);
+        let work = || data::prepare(data, place.rank == 0);
+        if let Some(prepared) = comm.patiently((is_turn && dataset.is_none()).then_some(work))? {
+            dataset = Some(prepared?);
         }
-        // However long another rank takes.
-        comm.patiently(|| comm.any(false))?;
     }
     match dataset {
         Some(dataset) => Ok(dataset),
@@ -165,7 +164,13 @@ impl<'a> Trainer<'a> {
             engine,
             comm: comm.clone(),
             recorder: match comm.topology().rank {
-                0 => Some(Recorder::open(plan, &folder, vocab_size, position.step, resumes)?),
+                0 => Some(Recorder::open(
+                    plan,
+                    &folder,
+                    vocab_size,
+                    position.step,
+                    resumes,
+                )?),
                 _ => None,
             },
             folder,

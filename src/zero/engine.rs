@@ -252,7 +252,8 @@ impl Engine {
     fn gathered_for_head(&self) -> Vec<usize> {
         let head = self.states.len() - 1;
         let uses = self.uses(head);
-        uses.filter(|&unit| unit == head || !self.keeps(unit)).collect()
+        uses.filter(|&unit| unit == head || !self.keeps(unit))
+            .collect()
     }
 
     /// Whether unit `unit` keeps its gathered weights from its forward to its backward pass.
@@ -348,10 +349,7 @@ impl Engine {
     ///
     /// # Errors
     /// [`Error::Data`] when there is no batch on any rank; as [`Engine::train_step`].
-    pub fn evaluate(
-        &mut self,
-        mut batches: impl Iterator<Item = (Vec<u32>, Vec<u32>)>,
-    ) -> Result<f64> {
+    pub fn evaluate(&self, mut batches: impl Iterator<Item = (Vec<u32>, Vec<u32>)>) -> Result<f64> {
         let mut gather = Gather::new(Arc::new(F32), self.options.zero.prefetch);
         let (mut loss, mut num_tokens) = (0.0f64, 0usize);
         loop {

@@ -66,7 +66,9 @@ impl Gather {
             Some((request, gathered, pending)) if request.unit == unit => {
                 let weights = pending.wait()?;
                 if gathered != version {
-                    return bug(format!("{name}: version {gathered} of {version} was gathered"));
+                    return bug(format!(
+                        "{name}: version {gathered} of {version} was gathered"
+                    ));
                 }
                 Ok(states[unit].unit.buffer().lend_weights(weights)?)
             }

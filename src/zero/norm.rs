@@ -51,7 +51,12 @@ pub fn first_non_finite(states: &[UnitStates], comm: &Comm, loss: f32) -> Result
     let mut found = u64::MAX;
     for (index, (unit, name)) in names.iter().enumerate() {
         let state = &states[*unit];
-        for segment in state.optimizer.segments().iter().filter(|s| s.name == *name) {
+        for segment in state
+            .optimizer
+            .segments()
+            .iter()
+            .filter(|s| s.name == *name)
+        {
             let range = segment.range.clone();
             if state.with_master(|weights| odd(&weights[range.clone()]))? {
                 found = found.min(index as u64);
@@ -62,7 +67,12 @@ pub fn first_non_finite(states: &[UnitStates], comm: &Comm, loss: f32) -> Result
         }
     }
     let all = comm.gather_bytes(Purpose::Scalars, found.to_le_bytes().to_vec())?;
-    let first = all.as_chunks().0.iter().map(|b| u64::from_le_bytes(*b)).min();
+    let first = all
+        .as_chunks()
+        .0
+        .iter()
+        .map(|b| u64::from_le_bytes(*b))
+        .min();
     let first = first.unwrap_or(u64::MAX) as usize;
     Ok(match first.checked_sub(names.len()) {
         None => names[first].1.into(),

@@ -169,7 +169,12 @@ fn two_hop(
 
 /// One all-to-all of encoded pieces and the sum of what arrives, in rank order. Alone, a rank has
 /// nothing to send and nothing to round.
-fn hop(group: &dyn Group, codec: &dyn Codec, pieces: &[f32], sums: &mut [f32]) -> Result<LinkBytes> {
+fn hop(
+    group: &dyn Group,
+    codec: &dyn Codec,
+    pieces: &[f32],
+    sums: &mut [f32],
+) -> Result<LinkBytes> {
     let size = group.size();
     if size == 1 {
         sums.copy_from_slice(pieces);

@@ -54,7 +54,10 @@ impl UnitStates {
         let own = match is_sharded {
             true => {
                 let mut weights = unit.buffer().take_weights()?;
-                weights.resize(partition::shard_len(layout.num_elements, world) * world, 0.0);
+                weights.resize(
+                    partition::shard_len(layout.num_elements, world) * world,
+                    0.0,
+                );
                 Some(Own {
                     master: Arc::new(weights[shard.clone()].to_vec()),
                     grads: Vec::new(),

@@ -69,7 +69,6 @@ impl Walk {
         Ok(self.x.to_scalar::<f32>()?)
     }
 
-
     /// Bytes of the activations kept for the backward pass.
     pub fn activation_bytes(&self) -> usize {
         let tensor_bytes = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
