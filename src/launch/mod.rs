@@ -9,6 +9,7 @@ mod discover; // flags and environment -> rank, world, nodes, master
 mod environment; // typed reads of the launcher's variables
 mod flags; // the command line's share
 mod frame; // length-checked messages between ranks that do not know each other yet
+mod launchers; // one function a launcher
 mod meeting; // rank 0's side of the rendezvous
 mod output; // prefixed or filed lines of a rank
 mod rendezvous; // the other ranks' side, and the way to rank 0
