@@ -5,7 +5,7 @@ use std::time::Instant;
 use clap::Subcommand;
 use serde::Serialize;
 
-use super::{num_threads, print};
+use super::{bench_collectives, num_threads, print};
 use crate::comm::Comm;
 use crate::metrics::{flops, memory};
 use crate::model::{Gpt, ModelConfig};
@@ -55,6 +55,8 @@ enum What {
         #[command(flatten)]
         common: Common,
     },
+    /// Collectives between ranks on this machine.
+    Collectives(bench_collectives::CollectivesArgs),
 }
 
 #[derive(clap::Args)]
@@ -70,6 +72,7 @@ struct Common {
 /// Runs a benchmark and prints its rows.
 pub fn bench(args: &BenchArgs) -> Result<()> {
     let common = match &args.what {
+        What::Collectives(args) => return bench_collectives::bench(args),
         What::Step { common, .. }
         | What::Optimizer { common, .. }
         | What::Quantize { common, .. } => common,
@@ -77,6 +80,7 @@ pub fn bench(args: &BenchArgs) -> Result<()> {
     let threads = common.threads.unwrap_or_else(runtime::num_cores);
     runtime::start_workers(threads)?;
     match &args.what {
+        What::Collectives(_) => Ok(()), // above
         What::Step {
             shape,
             unit_normal_embedding,
@@ -112,7 +116,10 @@ pub fn bench(args: &BenchArgs) -> Result<()> {
 }
 
 /// Prints rows as they come, or with `json` one array at the end.
-fn print_rows<R: Serialize>(json: bool, rows: impl Iterator<Item = Result<R>>) -> Result<()> {
+pub(super) fn print_rows<R: Serialize>(
+    json: bool,
+    rows: impl Iterator<Item = Result<R>>,
+) -> Result<()> {
     let mut all = Vec::new();
     for row in rows {
         let row = serde_json::to_value(row?).unwrap_or_default();

@@ -1,6 +1,7 @@
 //! The command line: one file a subcommand.
 
 mod bench;
+mod bench_collectives;
 mod launch;
 mod launch_check;
 mod prepare;
@@ -38,7 +39,8 @@ enum Command {
     Prepare(ConfigArgs),
     /// Write text from a run's newest checkpoint.
     Sample(sample::SampleArgs),
-    /// Measure this machine: the training step, optimizers, codecs.
+    /// Measure this machine: the training step, optimizers, codecs,
+    /// collectives.
     Bench(bench::BenchArgs),
     /// Print every config key with its type, default and meaning.
     ConfigReference,

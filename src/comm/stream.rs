@@ -9,7 +9,8 @@ use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::{Group, ReduceOp, Solo, Topology};
+use super::watch::Lifeline;
+use super::{Group, LinkBytes, ReduceOp, Solo, Topology};
 use crate::{Error, Result};
 
 /// The groups a rank belongs to.
@@ -22,6 +23,8 @@ pub struct Groups {
     pub local: Arc<dyn Group>,
     /// The ranks with this local rank, one a node.
     pub cross: Arc<dyn Group>,
+    /// Says goodbye to the other ranks when the groups are dropped.
+    pub(super) lifeline: Lifeline,
 }
 
 impl Groups {
@@ -32,7 +35,29 @@ impl Groups {
             world: Arc::new(Solo),
             local: Arc::new(Solo),
             cross: Arc::new(Solo),
+            lifeline: Lifeline::default(),
         }
+    }
+
+    /// Ends the job on every rank: what they are in fails with "rank r stopped: reason", as does
+    /// everything later. To be called before a rank that hit an error drops its groups, which
+    /// would look like an orderly end.
+    pub fn abort(&self, reason: &str) {
+        self.lifeline.abort(reason);
+    }
+
+    /// What this rank has received over all its groups, each byte once: a group on its own counts
+    /// what was called on it.
+    pub fn received(&self) -> LinkBytes {
+        let mut seen: Vec<&Arc<dyn Group>> = Vec::new();
+        let mut total = LinkBytes::default();
+        for group in [&self.world, &self.local, &self.cross] {
+            if !seen.iter().any(|other| Arc::ptr_eq(other, group)) {
+                total += group.received();
+                seen.push(group);
+            }
+        }
+        total
     }
 }
 
@@ -124,6 +149,11 @@ impl Comm {
         &self.groups
     }
 
+    /// [`Groups::abort`], also while a collective runs.
+    pub fn abort(&self, reason: &str) {
+        self.groups.abort(reason);
+    }
+
     /// Queues `task` behind those started before it. Every rank must start the same tasks in the
     /// same order.
     pub fn start<T: Send + 'static>(
@@ -178,6 +208,10 @@ impl Comm {
 impl Drop for Comm {
     fn drop(&mut self) {
         if let Some((tasks, thread)) = self.thread.take() {
+            if std::thread::panicking() {
+                // Or the thread would wait for ranks that wait for this one.
+                self.groups.abort("it panicked");
+            }
             drop(tasks);
             // A panic there was already reported by the panic hook.
             let _ = thread.join();

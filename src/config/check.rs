@@ -41,6 +41,8 @@ pub(super) fn findings(raw: &RawConfig, num_ranks: usize) -> Findings {
     optimizer(raw, &mut found);
     lr(raw, &mut found);
     train(raw, num_ranks, &mut found);
+    let timeout = raw.comm.timeout_s;
+    found.must(timeout >= 1, "comm.timeout_s", timeout, "at least 1");
     let keep = raw.checkpoint.keep;
     found.must(
         keep >= 1,

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::explain::{Origins, explain};
 use super::layer::{ENV_PREFIX, Layer};
+use crate::comm::CommConfig;
 use crate::data::DataConfig;
 use crate::metrics::{HardwareConfig, MetricsConfig};
 use crate::model::ModelConfig;
@@ -33,6 +34,8 @@ pub struct RawConfig {
     pub lr: LrConfig,
     /// The training loop.
     pub train: TrainConfig,
+    /// How ranks talk to each other.
+    pub comm: CommConfig,
     /// When checkpoints are saved and how many stay.
     pub checkpoint: CheckpointConfig,
     /// What a run writes down about itself.

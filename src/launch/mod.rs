@@ -4,7 +4,6 @@
 //! launcher of `train launch`.
 
 mod address; // which interface reaches the others
-pub mod check; // every rank calls every other: `train launch-check`
 mod discover; // flags and environment -> rank, world, nodes, master
 mod environment; // typed reads of the launcher's variables
 mod flags; // the command line's share
@@ -21,6 +20,6 @@ mod token; // what tells a job's own ranks from strangers
 pub use discover::{Launch, Master, Source, discover, discover_from};
 pub use environment::Environment;
 pub use flags::LaunchFlags;
-pub use rendezvous::{JoinOptions, Meeting, join};
+pub use rendezvous::join;
 pub use supervisor::follow_launcher;
 pub use token::Token;

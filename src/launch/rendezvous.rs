@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use super::address::{candidates, outgoing};
 use super::meeting::{self, Hello, PROTOCOL, Reply, Table};
 use super::tcp_store::TcpStore;
-use super::{Launch, Master, Token, frame};
-use crate::comm::Topology;
+use super::{Launch, Master, frame};
+use crate::comm::{Bootstrap, CommOptions, Topology};
 use crate::{Error, Result};
 
 /// How long one connection attempt may take.
@@ -37,40 +37,13 @@ const ANSWER_MARGIN: Duration = Duration::from_secs(15);
 /// What a table takes a rank, generously.
 const TABLE_BYTES_PER_RANK: usize = 128;
 
-/// How to join.
-#[derive(Clone, Debug)]
-pub struct JoinOptions {
-    /// How long to wait for the other ranks to start.
-    pub timeout: Duration,
-}
-
-impl Default for JoinOptions {
-    fn default() -> Self {
-        Self {
-            timeout: Duration::from_secs(300),
-        }
-    }
-}
-
-/// What the ranks know after they met.
-#[derive(Debug)]
-pub struct Meeting {
-    /// This rank's place.
-    pub topology: Topology,
-    /// Where this rank takes connections.
-    pub listener: TcpListener,
-    /// Where every rank does, in rank order.
-    pub addrs: Vec<SocketAddr>,
-    /// What ranks of this start of the job show each other.
-    pub token: Token,
-}
-
-/// Meets the other ranks. None for a run of one rank, which opens no socket.
+/// Meets the other ranks, waiting for them as long as `options` says. None for a run of one rank, which
+/// opens no socket.
 ///
 /// # Errors
 /// [`Error::Peer`] when ranks are missing after the timeout (naming them) or rank 0 cannot be
 /// reached; [`Error::Config`] when the ranks were started differently or nodes are not equal.
-pub fn join(launch: &Launch, options: &JoinOptions) -> Result<Option<Meeting>> {
+pub fn join(launch: &Launch, options: CommOptions) -> Result<Option<Bootstrap>> {
     if launch.world == 1 {
         return Ok(None);
     }
@@ -80,20 +53,20 @@ pub fn join(launch: &Launch, options: &JoinOptions) -> Result<Option<Meeting>> {
         )
     })?;
     let (listener, table) = match launch.rank {
-        0 => host(launch, master, options)?,
-        _ => visit(launch, master, options)?,
+        0 => host(launch, master, options.timeout)?,
+        _ => visit(launch, master, options.timeout)?,
     };
-    let topology = Topology::from_nodes(launch.rank, &table.nodes)?;
-    Ok(Some(Meeting {
-        topology,
+    Ok(Some(Bootstrap {
+        topology: Topology::from_nodes(launch.rank, &table.nodes)?,
         listener,
         addrs: table.addrs,
-        token: launch.job_token.of_start(launch.restart_count),
+        token: launch.job_token.of_start(launch.restart_count).0,
+        options,
     }))
 }
 
 /// Rank 0: opens the door, publishes it if need be, and waits behind it.
-fn host(launch: &Launch, master: &Master, options: &JoinOptions) -> Result<(TcpListener, Table)> {
+fn host(launch: &Launch, master: &Master, timeout: Duration) -> Result<(TcpListener, Table)> {
     let door = if launch.listens_on_stdin {
         inherited()?
     } else if master.agent_store {
@@ -106,7 +79,7 @@ fn host(launch: &Launch, master: &Master, options: &JoinOptions) -> Result<(TcpL
     let listener = listen(launch, door_addr.ip())?;
     let own_addr = listener.local_addr().map_err(of_socket)?;
     tracing::debug!("rank 0 waits for the others on {door_addr}");
-    let table = meeting::host(&door, launch, own_addr, options.timeout)?;
+    let table = meeting::host(&door, launch, own_addr, timeout)?;
     Ok((listener, table))
 }
 
@@ -238,13 +211,13 @@ fn beside_store(launch: &Launch, master: &Master) -> Result<TcpListener> {
 }
 
 /// Another rank: finds rank 0, says hello and waits for the table.
-fn visit(launch: &Launch, master: &Master, options: &JoinOptions) -> Result<(TcpListener, Table)> {
+fn visit(launch: &Launch, master: &Master, timeout: Duration) -> Result<(TcpListener, Table)> {
     let start = Instant::now();
     let mut way = Way::new(launch, master);
     let mut last = String::new();
-    while start.elapsed() < options.timeout {
+    while start.elapsed() < timeout {
         for addr in way.candidates(start.elapsed(), &mut last) {
-            match call(launch, addr, options) {
+            match call(launch, addr, timeout) {
                 Call::Met(met) => return Ok(met),
                 Call::Over(error) => return Err(error),
                 Call::Later(reason) => last = format!("{addr}: {reason}"),
@@ -258,7 +231,7 @@ fn visit(launch: &Launch, master: &Master, options: &JoinOptions) -> Result<(Tcp
         launch.rank,
         master.addr,
         master.port,
-        options.timeout.as_secs()
+        timeout.as_secs()
     )))
 }
 
@@ -329,8 +302,8 @@ enum Call {
     Over(Error),
 }
 
-fn call(launch: &Launch, addr: SocketAddr, options: &JoinOptions) -> Call {
-    match try_call(launch, addr, options) {
+fn call(launch: &Launch, addr: SocketAddr, timeout: Duration) -> Call {
+    match try_call(launch, addr, timeout) {
         Ok((listener, Reply::Table(mut table))) => {
             let world = launch.world;
             if table.addrs.len() != world || table.nodes.len() != world || !in_range(&table) {
@@ -364,7 +337,7 @@ enum Trouble {
 fn try_call(
     launch: &Launch,
     addr: SocketAddr,
-    options: &JoinOptions,
+    timeout: Duration,
 ) -> std::result::Result<(TcpListener, Reply), Trouble> {
     let unreachable = |e: std::io::Error| Trouble::Unreachable(e.to_string());
     let mut stream = TcpStream::connect_timeout(&addr, CONNECT_TIMEOUT).map_err(unreachable)?;
@@ -382,13 +355,13 @@ fn try_call(
     };
     frame::write(&mut stream, &hello).map_err(unreachable)?;
     let max_bytes = (4096 + TABLE_BYTES_PER_RANK * launch.world).min(frame::MAX_BYTES);
-    let mut reply = |timeout| {
-        frame::read(&mut stream, max_bytes, Instant::now() + timeout)
+    let mut reply = |patience| {
+        frame::read(&mut stream, max_bytes, Instant::now() + patience)
             .map_err(|e| Trouble::Unreachable(format!("no answer as from rank 0: {e}")))
     };
     // The first answer comes at once, unless somebody else has the port or rank 0 has not started.
     match reply(WELCOME_TIMEOUT)? {
-        Reply::Wait => Ok((listener, reply(options.timeout + ANSWER_MARGIN)?)),
+        Reply::Wait => Ok((listener, reply(timeout + ANSWER_MARGIN)?)),
         other => Ok((listener, other)),
     }
 }
