@@ -1,5 +1,7 @@
 //! Ranks as real processes: they meet under every launcher, and failures and signals end as promised.
 
+mod common;
+
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -8,6 +10,8 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use common::Project;
 
 const TRAIN: &str = env!("CARGO_BIN_EXE_train");
 
@@ -304,6 +308,52 @@ fn a_killed_rank_restarts_all_up_to_the_limit() {
             "error: rank 0 was ended",
         ],
     );
+}
+
+/// The only child of process `pid`.
+#[track_caller]
+fn child_of(pid: u32) -> u32 {
+    let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
+    children.trim().parse().unwrap()
+}
+
+#[test]
+fn a_run_killed_under_the_launcher_resumes_to_the_same_end() {
+    let project = Project::new();
+    let sets = [
+        "train.steps=1500",
+        "checkpoint.every=50",
+        "train.eval_every=500",
+    ];
+    project.run("whole", &sets).ok();
+    let mut args = vec![
+        "launch",
+        "--nproc-per-node",
+        "1",
+        "--max-restarts",
+        "1",
+        "--",
+        "run",
+        "run.toml",
+    ];
+    for set in ["run.name=parts"].iter().chain(&sets) {
+        args.extend(["--set", set]);
+    }
+    let mut running = Running::start(project.command(&args));
+    running.line("saved");
+    kill(child_of(running.child.id()), "KILL");
+    running.end().is(
+        0,
+        &[
+            "was ended by SIGKILL: restarting",
+            "resuming at step",
+            "done: 1500 steps",
+        ],
+    );
+    assert_eq!(project.story("parts"), project.story("whole"));
+    // A first start never resumes: a run of the same name is refused, once.
+    let again = run(project.command(&args)).is(2, &["already holds a run"]);
+    assert!(!again.stderr.contains("restarting"), "{}", again.stderr);
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! `train launch`.
 
 use std::ffi::OsString;
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -8,6 +9,7 @@ use clap::Parser;
 use clap::builder::RangedU64ValueParser;
 
 use super::{Args, Command};
+use crate::launch::Environment;
 use crate::launch::supervisor::{Job, supervise};
 use crate::{Error, Result};
 
@@ -32,6 +34,10 @@ pub struct LaunchArgs {
     /// Treat the ranks as K nodes: hierarchical collectives and per-link bytes on one machine.
     #[arg(long, value_name = "K", value_parser = count())]
     emulate_nodes: Option<usize>,
+    /// Address to listen on (0.0.0.0 for all) instead of the interface that reaches --master-addr; wins
+    /// over TRAIN_BIND_ADDR.
+    #[arg(long, value_name = "IP")]
+    bind_addr: Option<IpAddr>,
     /// How often to start all ranks again when one failed; `run` then continues from its newest
     /// checkpoint. Not after exit status 2, 3 or 5, which would come again.
     #[arg(long, alias = "max_restarts", value_name = "R", default_value_t = 0)]
@@ -72,7 +78,7 @@ fn job(args: &LaunchArgs) -> Result<Job> {
         ));
     }
     if let Some(nodes) = args.emulate_nodes
-        && world % nodes != 0
+        && !world.is_multiple_of(nodes)
     {
         return wrong(format!(
             "--emulate-nodes {nodes} does not divide the {world} ranks"
@@ -103,6 +109,10 @@ fn job(args: &LaunchArgs) -> Result<Job> {
         master_addr,
         master_port: args.master_port,
         run_id: args.run_id.clone().unwrap_or(run_id),
+        bind_addr: match args.bind_addr {
+            Some(ip) => Some(ip),
+            None => Environment::of_process().bind_addr()?,
+        },
         emulate_nodes: args.emulate_nodes,
         max_restarts: args.max_restarts,
         log_dir: args.log_dir.clone(),

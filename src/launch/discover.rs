@@ -45,6 +45,15 @@ pub struct Master {
     pub agent_store: bool,
 }
 
+impl fmt::Display for Master {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.addr.contains(':') {
+            true => write!(f, "[{}]:{}", self.addr, self.port),
+            false => write!(f, "{}:{}", self.addr, self.port),
+        }
+    }
+}
+
 /// This process's place in the job, and how the job meets.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launch {
@@ -159,10 +168,7 @@ pub fn discover_from(flags: &LaunchFlags, env: &Environment) -> Result<Launch> {
         restart_count: place.restart_count,
         bind_addr: match flags.bind_addr {
             Some(ip) => Some(ip),
-            None => env.parsed(
-                "TRAIN_BIND_ADDR",
-                "an IP address such as 10.0.0.1 or 0.0.0.0",
-            )?,
+            None => env.bind_addr()?,
         },
         listens_on_stdin: place.rank == 0 && env.has("TRAIN_RENDEZVOUS_ON_STDIN"),
         note: place.note,
@@ -202,7 +208,7 @@ impl fmt::Display for Launch {
             self.rank, self.world, self.local_rank, self.local_size, self.node, self.num_nodes
         )?;
         if let Some(master) = &self.master {
-            write!(f, ", master {}:{}", master.addr, master.port)?;
+            write!(f, ", master {master}")?;
         }
         if self.restart_count > 0 {
             write!(f, ", restart {}", self.restart_count)?;
@@ -286,13 +292,13 @@ fn nodes(
             place.host_size,
         ));
     };
-    if nodes == 0 || place.world % nodes != 0 {
+    if nodes == 0 || !place.world.is_multiple_of(nodes) {
         return Err(Error::Config(format!(
             "{name} = {nodes} does not divide the {} ranks",
             place.world
         )));
     }
-    if nodes % place.num_hosts != 0 {
+    if !nodes.is_multiple_of(place.num_hosts) {
         return Err(Error::Config(format!(
             "{name} = {nodes} with {} machines: an emulated node would span two of them; expected a \
              multiple of {}",

@@ -1,6 +1,7 @@
 //! Typed reads of the launcher's variables.
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::str::FromStr;
 
 use crate::{Error, Result};
@@ -56,6 +57,17 @@ impl Environment {
     /// As [`Environment::parsed`].
     pub fn number(&self, name: &str) -> Result<Option<usize>> {
         self.parsed(name, "a whole number, 0 or more")
+    }
+
+    /// TRAIN_BIND_ADDR.
+    ///
+    /// # Errors
+    /// As [`Environment::parsed`].
+    pub fn bind_addr(&self) -> Result<Option<IpAddr>> {
+        self.parsed(
+            "TRAIN_BIND_ADDR",
+            "an IP address such as 10.0.0.1 or 0.0.0.0",
+        )
     }
 
     /// A variable that must be there because `because` is.

@@ -78,7 +78,7 @@ pub fn by_flags(flags: &LaunchFlags) -> Result<Place> {
         return Err(Error::Config("--rank and --world-size go together".into()));
     };
     let host_size = flags.ranks_per_node.unwrap_or(world);
-    if host_size == 0 || world % host_size != 0 {
+    if host_size == 0 || !world.is_multiple_of(host_size) {
         return Err(Error::Config(format!(
             "--ranks-per-node {host_size} does not divide --world-size {world}"
         )));

@@ -335,3 +335,145 @@ impl Hellos {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::launch::{Environment, LaunchFlags, Token, discover_from};
+
+    fn launch(rank: usize, world: usize) -> Launch {
+        let flags = LaunchFlags {
+            rank: Some(rank),
+            world_size: Some(world),
+            master_addr: Some("127.0.0.1".into()),
+            master_port: Some(1),
+            ..LaunchFlags::default()
+        };
+        discover_from(&flags, &Environment::default()).unwrap()
+    }
+
+    fn hello(rank: usize, world: usize) -> Hello {
+        Hello {
+            protocol: PROTOCOL,
+            job_token: launch(0, world).job_token.to_hex(),
+            restart_count: 0,
+            rank,
+            world,
+            node: 0,
+            addr: "127.0.0.1:7".parse().unwrap(),
+        }
+    }
+
+    #[test]
+    fn whoever_does_not_belong_is_told_why() {
+        let base = Launch {
+            restart_count: 2,
+            ..launch(0, 4)
+        };
+        let judged = |change: &dyn Fn(&mut Hello)| {
+            let mut hello = Hello {
+                restart_count: 2,
+                ..hello(1, 4)
+            };
+            change(&mut hello);
+            let taken = |rank| (rank == 3).then(|| "127.0.0.1:9".parse().unwrap());
+            judge(&base, &hello, taken)
+        };
+        assert_eq!(judged(&|_| ()), Verdict::Welcome);
+        type Change<'a> = &'a dyn Fn(&mut Hello);
+        let wrong: [(Change, &str); 6] = [
+            (&|h| h.protocol = 9, "speaks version 9"),
+            (&|h| h.world = 5, "started with 5 ranks, rank 0 with 4"),
+            (&|h| h.rank = 4, "below the 4 ranks"),
+            (&|h| h.node = usize::MAX, "below the 4 ranks"),
+            (&|h| h.rank = 0, "two processes were started as rank 0"),
+            (
+                &|h| h.rank = 3,
+                "as rank 3; the other listens on 127.0.0.1:9",
+            ),
+        ];
+        for (change, part) in wrong {
+            match judged(change) {
+                Verdict::Refuse(Reply::Wrong(reason)) => assert!(reason.contains(part), "{reason}"),
+                other => panic!("{part}: {other:?}"),
+            }
+        }
+        let other_job = judged(&|h| h.job_token = Token::of_job("x", None).to_hex());
+        assert!(matches!(other_job, Verdict::Refuse(Reply::Later(_))));
+        assert!(matches!(
+            judged(&|h| h.restart_count = 1),
+            Verdict::Refuse(Reply::Failed(_))
+        ));
+        assert!(matches!(
+            judged(&|h| h.restart_count = 3),
+            Verdict::Outdated(_)
+        ));
+        // Without the job's token nobody ends it.
+        let stranger = judged(&|h| (h.restart_count, h.job_token) = (3, "x".into()));
+        assert!(matches!(stranger, Verdict::Refuse(Reply::Later(_))));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(16))]
+
+        /// Whatever strangers send, the ranks meet.
+        #[test]
+        fn strangers_change_nothing(
+            garbage in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..40), 0..6),
+            framed in any::<bool>(),
+        ) {
+            let door = TcpListener::bind("127.0.0.1:0").unwrap();
+            let addr = door.local_addr().unwrap();
+            let own = "127.0.0.1:5".parse().unwrap();
+            let timeout = Duration::from_secs(30);
+            let host = thread::spawn(move || host(&door, &launch(0, 2), own, timeout));
+            let mut strangers = Vec::new();
+            for bytes in garbage {
+                let mut stream = TcpStream::connect(addr).unwrap();
+                if framed {
+                    stream.write_all(b"TRN1").unwrap();
+                }
+                stream.write_all(&bytes).unwrap();
+                strangers.push(stream);
+            }
+            let mut stream = TcpStream::connect(addr).unwrap();
+            frame::write(&mut stream, &hello(1, 2)).unwrap();
+            let deadline = Instant::now() + timeout;
+            let mut reply = || frame::read::<Reply>(&mut stream, 4096, deadline).unwrap();
+            prop_assert_eq!(reply(), Reply::Wait);
+            let table = Table { addrs: vec![own, hello(1, 2).addr], nodes: vec![0, 0] };
+            prop_assert_eq!(reply(), Reply::Table(table.clone()));
+            prop_assert_eq!(host.join().unwrap().unwrap(), table);
+        }
+    }
+
+    #[test]
+    fn a_rank_that_leaves_may_come_again() {
+        let door = TcpListener::bind("127.0.0.1:0").unwrap();
+        let addr = door.local_addr().unwrap();
+        let own = "127.0.0.1:5".parse().unwrap();
+        let timeout = Duration::from_secs(30);
+        let host = thread::spawn(move || host(&door, &launch(0, 3), own, timeout));
+        let arrive = |rank| {
+            let mut stream = TcpStream::connect(addr).unwrap();
+            frame::write(&mut stream, &hello(rank, 3)).unwrap();
+            let reply: Reply = frame::read(&mut stream, 4096, Instant::now() + timeout).unwrap();
+            (stream, reply)
+        };
+        drop(arrive(1));
+        let again = loop {
+            // Until its first connection is seen to be closed, it is a duplicate.
+            let (stream, reply) = arrive(1);
+            if reply == Reply::Wait {
+                break stream;
+            }
+        };
+        let last = arrive(2);
+        assert_eq!(host.join().unwrap().unwrap().addrs.len(), 3);
+        drop((again, last));
+    }
+}

@@ -11,6 +11,7 @@ mod frame; // length-checked messages between ranks that do not know each other 
 mod launchers; // one function a launcher
 mod meeting; // rank 0's side of the rendezvous
 mod output; // prefixed or filed lines of a rank
+mod rank_process; // a rank as a child of the launcher
 mod rendezvous; // the other ranks' side, and the way to rank 0
 mod slurm; // host lists and task counts
 pub mod supervisor; // starts, watches, stops and restarts the ranks of this host
@@ -20,6 +21,6 @@ mod token; // what tells a job's own ranks from strangers
 pub use discover::{Launch, Master, Source, discover, discover_from};
 pub use environment::Environment;
 pub use flags::LaunchFlags;
+pub use rank_process::follow_launcher;
 pub use rendezvous::join;
-pub use supervisor::follow_launcher;
 pub use token::Token;

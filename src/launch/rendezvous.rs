@@ -198,9 +198,7 @@ fn beside_store(launch: &Launch, master: &Master) -> Result<TcpListener> {
         let addr = SocketAddr::new(ip, addr.port());
         match store.set(&store_key(launch), addr.to_string().as_bytes()) {
             Ok(()) => tracing::info!(
-                "rank 0 listens on {addr}, published in torchrun's store at {}:{}",
-                master.addr,
-                master.port
+                "rank 0 listens on {addr}, published in torchrun's store at {master}"
             ),
             Err(e) => tracing::warn!(
                 "torchrun's store did not take rank 0's address ({e}): the others try port {beside}"
@@ -226,11 +224,9 @@ fn visit(launch: &Launch, master: &Master, timeout: Duration) -> Result<(TcpList
         thread::sleep(RETRY);
     }
     Err(Error::Peer(format!(
-        "rank {} did not reach rank 0 at {}:{} within {} s ({last}): is rank 0 running, and does no \
+        "rank {} did not reach rank 0 at {master} within {} s ({last}): is rank 0 running, and does no \
          firewall stand between?",
         launch.rank,
-        master.addr,
-        master.port,
         timeout.as_secs()
     )))
 }
