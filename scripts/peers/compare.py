@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Ours beside the peers, alternately, on one machine in one sitting; prints ratios.
 
-usage: compare.py step|optimizer|shakespeare [--rounds 3] [--seeds 1 2 3] [--threads 2] [--text FILE] [--train PATH]
+usage: compare.py step|optimizer|collectives|shakespeare [--rounds 3] [--seeds 1 2 3] [--threads 2] [--text FILE] [--train PATH]
 
 step         the training step at three sizes and with N(0,1) embeddings: eager and compiled PyTorch
 optimizer    nanoseconds a parameter at 2^26: PyTorch's fused and default AdamW, bitsandbytes' 8-bit
+collectives  64 MiB between 2 and 4 processes: gloo; and ours over TCP, for comparison
 shakespeare  nanoGPT's character recipe (--text FILE): loss on the whole validation split and seconds, ours of
              the whole process, PyTorch's of training (train_seconds) and with its evaluations (seconds)
 
@@ -89,6 +90,30 @@ def optimizer(args):
         print(json.dumps({"optimizer": name, "ns_per_param": round(ns, 3)}), flush=True)
 
 
+def collectives(args):
+    for world in (2, 4):
+        gloo, best = {}, {}
+        for _ in range(args.rounds):
+            for row in peer("gloo_bench.py", "--world", world):
+                gloo[row["op"]] = min(row["ms"], gloo.get(row["op"], row["ms"]))
+            for transport in ("shm", "tcp"):
+                command = [args.train, "bench", "collectives", "--world", world, "--transport", transport]
+                for row in lines(command):
+                    key = row["op"], transport
+                    best[key] = min(row["ms"], best.get(key, row["ms"]))
+        for op, ms in gloo.items():
+            ours, tcp = best[op, "shm"], best[op, "tcp"]
+            print(json.dumps({
+                "op": op,
+                "world": world,
+                "gloo_ms": round(ms, 1),
+                "ours_ms": round(ours, 1),
+                "times_the_faster": round(ms / ours, 2),
+                "ours_tcp_ms": round(tcp, 1),
+                "times_the_faster_tcp": round(ms / tcp, 2),
+            }), flush=True)
+
+
 def shakespeare(args):
     config = HERE.parent.parent / "configs" / "shakespeare_char.toml"
     for seed in args.seeds:
@@ -110,7 +135,7 @@ def shakespeare(args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["step", "optimizer", "shakespeare"])
+    parser.add_argument("what", choices=["step", "optimizer", "collectives", "shakespeare"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of shakespeare")
     parser.add_argument("--threads", type=int, default=2)
@@ -119,7 +144,7 @@ def main():
     args = parser.parse_args()
     if args.what == "shakespeare" and not args.text:
         parser.error("shakespeare needs --text FILE")
-    {"step": step, "optimizer": optimizer, "shakespeare": shakespeare}[args.what](args)
+    {"step": step, "optimizer": optimizer, "collectives": collectives, "shakespeare": shakespeare}[args.what](args)
 
 
 if __name__ == "__main__":

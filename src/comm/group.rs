@@ -11,7 +11,7 @@ use crate::Result;
 pub enum ReduceOp {
     /// Sum over ranks.
     Sum,
-    /// Maximum over ranks.
+    /// Maximum over ranks; NaN if any is.
     Max,
 }
 

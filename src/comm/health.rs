@@ -102,17 +102,20 @@ impl Health {
         self.fail(&format!("rank {} stopped: {reason}", self.rank));
     }
 
-    /// Tells the others that this rank is done, in an orderly way.
+    /// Tells the others that this rank is done: in an orderly way, or why not, in case they do not
+    /// know yet.
     pub(super) fn goodbye(&self) {
-        match &self.peers {
-            Peers::Threads(peers) => {
+        match (&self.peers, self.cause()) {
+            (Peers::Threads(peers), None) => {
                 for peer in peers.get().into_iter().flatten() {
                     if let Some(peer) = peer.upgrade() {
                         peer.note_left(self.rank);
                     }
                 }
             }
-            Peers::Sockets(_) => self.send(&Frame::Goodbye),
+            (Peers::Threads(_), Some(_)) => {}
+            (Peers::Sockets(_), None) => self.send(&Frame::Goodbye),
+            (Peers::Sockets(_), Some(cause)) => self.send(&Frame::Abort(cause.to_owned())),
         }
     }
 

@@ -272,7 +272,10 @@ fn listen(shared: &Arc<Shared>, listener: &TcpListener, events: &Sender<Event>) 
                         Ok((hello, stream)) => {
                             Event::Connected(hello.channel, hello.from as usize, stream)
                         }
-                        Err(why) => Event::Note(None, format!("refused {addr}: {why}")),
+                        Err(Refusal::Stranger(why)) => {
+                            Event::Note(None, format!("refused {addr}: {why}"))
+                        }
+                        Err(Refusal::Rank(why)) => Event::Fatal(why),
                     };
                     let _ = events.send(event);
                     shared.callers.fetch_sub(1, Ordering::Relaxed);
@@ -284,9 +287,21 @@ fn listen(shared: &Arc<Shared>, listener: &TcpListener, events: &Sender<Event>) 
     }
 }
 
+/// Why a caller was refused.
+enum Refusal {
+    /// Somebody else: the job goes on.
+    Stranger(String),
+    /// A rank of this job, which cannot work like that.
+    Rank(String),
+}
+
 /// Hears one caller out and answers.
-fn hear(shared: &Shared, mut stream: TcpStream) -> std::result::Result<(Hello, TcpStream), String> {
-    let broken = |e: io::Error| e.to_string();
+fn hear(
+    shared: &Shared,
+    mut stream: TcpStream,
+) -> std::result::Result<(Hello, TcpStream), Refusal> {
+    let stranger = |why: &str| Refusal::Stranger(why.to_owned());
+    let broken = |e: io::Error| Refusal::Stranger(e.to_string());
     stream.set_nonblocking(false).map_err(broken)?;
     stream.set_nodelay(true).map_err(broken)?;
     stream
@@ -300,33 +315,40 @@ fn hear(shared: &Shared, mut stream: TcpStream) -> std::result::Result<(Hello, T
         .split_first_chunk_mut::<OPENING_BYTES>()
         .expect("longer");
     stream.read_exact(start).map_err(broken)?;
-    let version = handshake::opening(start).ok_or("not a rank of a job")?;
+    let version = handshake::opening(start).ok_or_else(|| stranger("not a rank of a job"))?;
     if version != VERSION {
         let _ = stream.write_all(&Reply::Version(VERSION).encode());
-        return Err(format!(
+        return Err(Refusal::Stranger(format!(
             "it speaks version {version} of the protocol, this rank {VERSION}"
-        ));
+        )));
     }
     stream.read_exact(rest).map_err(broken)?;
-    let hello = Hello::decode(&bytes).ok_or("a malformed hello")?;
+    let hello = Hello::decode(&bytes).ok_or_else(|| stranger("a malformed hello"))?;
     let topology = shared.topology;
     let from = hello.from as usize;
     let expected = hello.to as usize == topology.rank
         && (topology.rank + 1..topology.world()).contains(&from)
         && is_needed(topology, hello.local, hello.channel, from);
-    let (reply, why) = if hello.token != shared.token {
-        (Reply::Token, "it belongs to another job")
+    let me = topology.rank;
+    let (reply, refusal) = if hello.token != shared.token {
+        (Reply::Token, Some(stranger("it belongs to another job")))
     } else if hello.local != shared.local {
-        (Reply::Options, "it has another comm.local")
+        let why = format!("rank {from} has another comm.local than rank {me}");
+        (Reply::Options, Some(Refusal::Rank(why)))
     } else if !expected {
-        (Reply::Place, "no such connection is expected")
+        let why = format!(
+            "rank {me} expects no {:?} connection from rank {from}: do all ranks have the same \
+             topology?",
+            hello.channel
+        );
+        (Reply::Place, Some(Refusal::Rank(why)))
     } else {
-        (Reply::Welcome, "")
+        (Reply::Welcome, None)
     };
     stream.write_all(&reply.encode()).map_err(broken)?;
-    match reply {
-        Reply::Welcome => Ok((hello, stream)),
-        _ => Err(why.to_owned()),
+    match refusal {
+        None => Ok((hello, stream)),
+        Some(refusal) => Err(refusal),
     }
 }
 

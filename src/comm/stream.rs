@@ -15,6 +15,8 @@ use crate::{Error, Result};
 
 /// The groups a rank belongs to.
 pub struct Groups {
+    /// Says goodbye to the other ranks when the groups are dropped: before their connections close.
+    pub(super) lifeline: Lifeline,
     /// This rank's place.
     pub topology: Topology,
     /// All ranks.
@@ -23,8 +25,6 @@ pub struct Groups {
     pub local: Arc<dyn Group>,
     /// The ranks with this local rank, one a node.
     pub cross: Arc<dyn Group>,
-    /// Says goodbye to the other ranks when the groups are dropped.
-    pub(super) lifeline: Lifeline,
 }
 
 impl Groups {

@@ -354,3 +354,92 @@ fn a_rank_that_left_is_named() {
         }
     }
 }
+
+#[test]
+fn a_panicking_rank_stops_the_others() {
+    let mut ranks = thread_groups(1, 2);
+    let (second, first) = (ranks.pop().unwrap(), ranks.pop().unwrap());
+    let panics = std::thread::spawn(move || {
+        let _groups = second;
+        panic!("as this test wants");
+    });
+    let text = first.world.barrier().unwrap_err().to_string();
+    assert!(text.contains("rank 1 stopped: it panicked"), "{text}");
+    assert!(panics.join().is_err());
+}
+
+#[test]
+fn an_abort_ends_what_the_communication_thread_waits_for() {
+    let mut ranks = thread_groups(1, 2);
+    let (_second, first) = (ranks.pop().unwrap(), ranks.pop().unwrap());
+    let comm = Comm::new(first).unwrap();
+    let pending = comm.start(|groups| groups.world.barrier());
+    comm.abort("enough");
+    let text = pending.wait().unwrap_err().to_string();
+    assert!(text.contains("rank 0 stopped: enough"), "{text}");
+}
+
+#[test]
+fn all_ranks_of_a_job_hear_that_their_options_differ() {
+    let mut ranks = bootstraps(1, 2, CommOptions::default());
+    ranks[0].options.local = LocalTransport::Tcp;
+    let connect = |bootstrap| connect(bootstrap).map(|_| ()).unwrap_err().to_string();
+    std::thread::scope(|scope| {
+        let second = ranks.pop().unwrap();
+        let second = scope.spawn(move || connect(second));
+        for text in [connect(ranks.pop().unwrap()), second.join().unwrap()] {
+            assert!(
+                text.contains("rank 1 has another comm.local")
+                    || text.contains("rank 0 has another comm.local"),
+                "{text}"
+            );
+        }
+    });
+}
+
+#[test]
+fn a_rank_of_another_version_is_told_so() {
+    use std::io::{Read, Write};
+    let mut ranks = bootstraps(1, 2, CommOptions::default());
+    let second = ranks.pop().unwrap();
+    // In place of rank 0: a listener of version 9.
+    let listener = ranks.pop().unwrap().listener;
+    let other = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut opening = [0; handshake::OPENING_BYTES];
+        stream.read_exact(&mut opening).unwrap();
+        stream
+            .write_all(&handshake::Reply::Version(9).encode())
+            .unwrap();
+        opening
+    });
+    let text = connect(second).map(|_| ()).unwrap_err().to_string();
+    assert!(
+        text.contains("version 9") && text.contains("rank 0"),
+        "{text}"
+    );
+    let opening = other.join().unwrap();
+    assert_eq!(handshake::opening(&opening), Some(handshake::VERSION));
+
+    // And the other way: a caller of version 9 hears this rank's, which waits for the right one.
+    let options = CommOptions {
+        timeout: Duration::from_millis(600),
+        ..CommOptions::default()
+    };
+    let first = bootstraps(1, 2, options).remove(0);
+    let addr = first.listener.local_addr().unwrap();
+    let waiting = std::thread::spawn(move || connect(first).map(|_| ()).unwrap_err().to_string());
+    let mut stream = std::net::TcpStream::connect(addr).unwrap();
+    let mut hello = opening;
+    hello[8] = 9;
+    stream.write_all(&hello).unwrap();
+    let mut reply = [0; handshake::REPLY_BYTES];
+    stream.read_exact(&mut reply).unwrap();
+    let [_, version] = [0, 8].map(|at| u32::from_le_bytes(reply[at..at + 4].try_into().unwrap()));
+    assert_eq!(version, handshake::VERSION);
+    let text = waiting.join().unwrap();
+    assert!(
+        text.contains("speaks version 9") && text.contains("rank 1"),
+        "{text}"
+    );
+}
