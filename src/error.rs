@@ -24,6 +24,14 @@ pub enum Error {
     /// Training stopped by policy: a non-finite loss or gradient. Exit status 5.
     #[error("stopped: {0}")]
     Policy(String),
+    /// A rank that this launcher started failed. Exit status: the rank's own.
+    #[error("{message}")]
+    Rank {
+        /// Which rank, how, and its last lines.
+        message: String,
+        /// Its exit status, or 128 and the signal that ended it.
+        status: u8,
+    },
     /// The operating system refused a file operation. Exit status 3.
     #[error("{}: {source}", path.display())]
     Io {
@@ -62,6 +70,7 @@ impl Error {
             Error::Data(_) | Error::Checkpoint(_) | Error::Io { .. } => 3,
             Error::Peer(_) => 4,
             Error::Policy(_) => 5,
+            Error::Rank { status, .. } => *status,
             Error::Tensor(_) => 1,
         }
     }

@@ -10,6 +10,7 @@ pub mod config; // TOML < environment < --set, validated into a plan
 pub mod data; // text -> tokenizer -> token shards -> samples
 mod durable; // files and folders that are complete or absent
 pub mod error; // every error, and the exit status it ends the process with
+pub mod launch; // who am I (torchrun, Slurm, MPI, flags), how ranks meet, the launcher
 pub mod metrics; // FLOPs, metrics.jsonl, TensorBoard, progress, logs
 pub mod model; // GPT as a list of units; knows nothing of ranks
 pub mod ops; // differentiable fused ops, each with a naive twin

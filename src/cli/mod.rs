@@ -2,6 +2,8 @@
 
 mod bench;
 mod bench_collectives;
+mod launch;
+mod launch_check;
 mod prepare;
 mod run;
 mod sample;
@@ -29,6 +31,10 @@ pub struct Args {
 enum Command {
     /// Train.
     Run(run::RunArgs),
+    /// Start ranks on this machine, one of several machines or the only one, and watch over them.
+    Launch(launch::LaunchArgs),
+    /// Print what the launcher says, and check that all ranks reach each other.
+    LaunchCheck(launch_check::LaunchCheckArgs),
     /// Tokenize and shard the corpus of a config; `run` does it when needed.
     Prepare(ConfigArgs),
     /// Write text from a run's newest checkpoint.
@@ -61,9 +67,12 @@ fn num_threads() -> RangedU64ValueParser<usize> {
 /// # Errors
 /// Whatever ended it; [`crate::Error::exit_status`] is the process's exit status.
 pub fn main(args: Args) -> Result<()> {
+    crate::launch::follow_launcher();
     crate::metrics::logging::init(std::env::var("TRAIN_LOG").ok().as_deref())?;
     match args.command {
         Command::Run(args) => run::run(&args),
+        Command::Launch(args) => launch::launch(&args),
+        Command::LaunchCheck(args) => launch_check::launch_check(&args),
         Command::Prepare(args) => prepare::prepare(&args),
         Command::Sample(args) => sample::sample(&args),
         Command::Bench(args) => bench::bench(&args),
