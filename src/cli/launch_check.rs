@@ -10,7 +10,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 
 use super::print;
-use crate::comm::{Comm, CommOptions, ReduceOp, connect};
+use crate::comm::{Comm, CommOptions, Label, LinkBytes, Moved, Purpose, connect};
 use crate::launch::{LaunchFlags, discover, join};
 use crate::{Error, Result, runtime};
 
@@ -51,10 +51,16 @@ pub fn launch_check(args: &LaunchCheckArgs) -> Result<()> {
         Some(bootstrap) => {
             let (topology, addrs) = (bootstrap.topology, bootstrap.addrs.clone());
             let comm = Comm::new(connect(bootstrap)?)?;
-            comm.run(|groups| {
+            let label = Label::small(Purpose::Scalars, "barrier");
+            comm.run(label, |groups| {
                 groups.world.barrier()?;
                 groups.local.barrier()?;
-                groups.cross.barrier()
+                groups.cross.barrier()?;
+                Ok(Moved {
+                    value: (),
+                    elements: 0,
+                    bytes: LinkBytes::default(),
+                })
             })?;
             let _ = write!(
                 text,
@@ -91,7 +97,7 @@ fn hold(comm: &Comm, time: Duration, stop: &AtomicBool) -> Result<()> {
     let end = Instant::now() + time;
     loop {
         let stops = Instant::now() >= end || stop.load(Ordering::Relaxed);
-        if comm.all_reduce(&[f32::from(stops)], ReduceOp::Max)?[0] > 0.0 {
+        if comm.any(stops)? {
             return Ok(());
         }
         thread::sleep(BETWEEN_EXCHANGES);

@@ -4,8 +4,10 @@ use std::path::PathBuf;
 
 use super::ConfigArgs;
 use crate::Result;
-use crate::comm::Comm;
+use crate::comm::{self, Comm, Topology};
 use crate::config::Plan;
+use crate::launch::{self, LaunchFlags};
+use crate::metrics::logging;
 use crate::trainer::{self, Start};
 
 /// Arguments of `train run`.
@@ -22,11 +24,29 @@ pub struct RunArgs {
     /// Start from the weights in this safetensors file instead of random ones.
     #[arg(long, value_name = "FILE", conflicts_with = "resume")]
     init_from: Option<PathBuf>,
+    #[command(flatten)]
+    launch: LaunchFlags,
 }
 
-/// Trains.
+/// Trains, as one rank or as one of many.
 pub fn run(args: &RunArgs) -> Result<()> {
-    let plan = Plan::load(&args.config.config, &args.config.sets)?;
+    let launch = launch::discover(&args.launch)?;
+    if launch.rank > 0 {
+        logging::only_warnings();
+    }
+    if launch.world > 1 {
+        tracing::info!("{launch}");
+    }
+    if let Some(note) = &launch.note {
+        tracing::warn!("{note}");
+    }
+    let topology = Topology {
+        rank: launch.rank,
+        num_nodes: launch.num_nodes,
+        local_size: launch.local_size,
+    };
+    let (path, sets) = (&args.config.config, &args.config.sets);
+    let plan = Plan::load_for(path, sets, topology, launch.host_size)?;
     let start = if args.resume {
         Start::Resume
     } else {
@@ -35,5 +55,11 @@ pub fn run(args: &RunArgs) -> Result<()> {
             weights: args.init_from.clone(),
         }
     };
-    trainer::train(&plan, start, Comm::solo())
+    // Before the ranks meet: a launcher that restarts ranks which did not meet adds --resume.
+    trainer::check(&plan, &start)?;
+    let comm = match launch::join(&launch, plan.raw().comm.options())? {
+        Some(bootstrap) => Comm::new(comm::connect(bootstrap)?)?,
+        None => Comm::solo(),
+    };
+    trainer::train(&plan, start, comm)
 }

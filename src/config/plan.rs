@@ -32,16 +32,21 @@ impl Plan {
     /// # Errors
     /// [`Error::Config`] as there and in [`Plan::validate`], with where the values were set.
     pub fn load(path: &Path, sets: &[String]) -> Result<Self> {
-        Self::load_for(path, sets, Topology::SOLO)
+        Self::load_for(path, sets, Topology::SOLO, 1)
     }
 
-    /// [`Plan::load`] for a rank among others.
+    /// [`Plan::load`] for a rank among others, of which `ranks_here` share its machine's cores.
     ///
     /// # Errors
     /// As [`Plan::load`].
-    pub fn load_for(path: &Path, sets: &[String], topology: Topology) -> Result<Self> {
+    pub fn load_for(
+        path: &Path,
+        sets: &[String],
+        topology: Topology,
+        ranks_here: usize,
+    ) -> Result<Self> {
         let (raw, origins) = RawConfig::load_with_origins(path, sets)?;
-        Self::derive(raw, &origins, topology)
+        Self::derive(raw, &origins, topology, ranks_here)
     }
 
     /// Checks every value and derives the rest.
@@ -49,10 +54,15 @@ impl Plan {
     /// # Errors
     /// [`Error::Config`] with all findings, each naming key, value and what would be right.
     pub fn validate(raw: RawConfig) -> Result<Self> {
-        Self::derive(raw, &Origins::default(), Topology::SOLO)
+        Self::derive(raw, &Origins::default(), Topology::SOLO, 1)
     }
 
-    fn derive(raw: RawConfig, origins: &Origins, topology: Topology) -> Result<Self> {
+    fn derive(
+        raw: RawConfig,
+        origins: &Origins,
+        topology: Topology,
+        ranks_here: usize,
+    ) -> Result<Self> {
         let num_ranks = topology.world();
         let found = findings(&raw, num_ranks).0;
         if !found.is_empty() {
@@ -60,8 +70,7 @@ impl Plan {
             return Err(Error::Config(found.join("\n        ")));
         }
         let at_once = raw.train.micro_batch * num_ranks;
-        // Ranks of a node share its cores.
-        let cores_each = (runtime::num_cores() / topology.local_size).max(1);
+        let cores_each = (runtime::num_cores() / ranks_here.max(1)).max(1);
         let global_batch = raw.train.global_batch.unwrap_or(at_once);
         Ok(Self {
             run_dir: raw.run.dir.join(&raw.run.name),

@@ -4,9 +4,12 @@
 use std::fs::{File, OpenOptions};
 use std::io::{IsTerminal, Write};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+use tracing::{Level, Metadata};
 use tracing_subscriber::fmt::layer;
+use tracing_subscriber::fmt::writer::{MakeWriter, OptionalWriter};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, registry};
@@ -39,7 +42,7 @@ pub fn init(filter: Option<&str>) -> Result<()> {
         ))
     })?;
     let stderr = layer()
-        .with_writer(|| AboveBars)
+        .with_writer(Terminal)
         .with_ansi(std::io::stderr().is_terminal())
         .with_target(false);
     let file = layer().with_writer(|| LogFile).with_ansi(false);
@@ -64,6 +67,32 @@ pub fn to_file(run_dir: &Path) -> Result<()> {
         .map_err(Error::io(&path))?;
     *log_file().lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(file));
     Ok(())
+}
+
+static ONLY_WARNINGS: AtomicBool = AtomicBool::new(false);
+
+/// From now on only warnings and errors reach stderr: rank 0 speaks for the others.
+pub fn only_warnings() {
+    ONLY_WARNINGS.store(true, Ordering::Relaxed);
+}
+
+/// Makes writers to stderr.
+struct Terminal;
+
+impl<'a> MakeWriter<'a> for Terminal {
+    type Writer = OptionalWriter<AboveBars>;
+
+    fn make_writer(&'a self) -> Self::Writer {
+        OptionalWriter::some(AboveBars)
+    }
+
+    fn make_writer_for(&'a self, meta: &Metadata<'_>) -> Self::Writer {
+        let passes = *meta.level() <= Level::WARN || !ONLY_WARNINGS.load(Ordering::Relaxed);
+        match passes {
+            true => OptionalWriter::some(AboveBars),
+            false => OptionalWriter::none(),
+        }
+    }
 }
 
 /// tracing hands over a line in one write.

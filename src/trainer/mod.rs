@@ -10,4 +10,4 @@ pub use config::{
     ActivationCheckpointing, CheckpointConfig, ComputeDevice, NonFinite, RunConfig, TrainConfig,
 };
 pub use folder::{RunFolder, Start};
-pub use train::train;
+pub use train::{check, train};

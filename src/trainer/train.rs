@@ -19,6 +19,14 @@ use crate::model::{Gpt, Unit};
 use crate::zero::{Engine, EngineOptions, MicroBatch, StepOutcome, same_everywhere};
 use crate::{Error, Result, runtime};
 
+/// Whether the run may start in its folder; nothing is touched.
+///
+/// # Errors
+/// [`Error::Config`] when it holds another run and `start` says neither to resume nor to overwrite.
+pub fn check(plan: &Plan, start: &Start) -> Result<()> {
+    RunFolder::at(plan).check(start)
+}
+
 /// Trains as `plan` says, in its run folder, as one of the ranks of `comm`.
 ///
 /// # Errors
@@ -39,7 +47,6 @@ pub fn train(plan: &Plan, start: Start, comm: Comm) -> Result<()> {
 
 fn train_as_rank(plan: &Plan, start: &Start, comm: &Arc<Comm>) -> Result<()> {
     let folder = RunFolder::at(plan);
-    comm.lead(|| folder.check(start).map(|()| Vec::new()))?;
     runtime::start_workers(plan.threads)?;
     // Everything that can be wrong with the input is found before an earlier run is deleted.
     let dataset = prepare(plan, comm)?;
