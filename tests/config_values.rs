@@ -177,6 +177,9 @@ fn training_values() {
     accepts(|c| c.train.grad_clip = 0.0);
     refuses(|c| c.train.micro_batch = usize::MAX, &["2^64"]);
     refuses(|c| c.checkpoint.keep = 0, &["checkpoint.keep = 0"]);
+    for timeout in [0, u64::MAX] {
+        refuses(|c| c.comm.timeout_s = timeout, &["comm.timeout_s"]);
+    }
     refuses(|c| c.metrics.log_every = 0, &["metrics.log_every = 0"]);
     for peak in [0.0, -1.0, f64::INFINITY, f64::NAN] {
         refuses(

@@ -1,9 +1,9 @@
 //! The world group over nodes x local ranks: what crosses nodes enters each of them once.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::label::{Label, Scope};
-use super::steps::Steps;
+use super::steps::{Steps, first};
 use super::{Call, LinkBytes, ReduceOp, Topology};
 use crate::Result;
 
@@ -14,14 +14,11 @@ pub(super) struct Hierarchical {
     cross: Arc<dyn Steps>,
     /// All ranks, each connected to each: for an all-to-all between nodes.
     direct: Arc<dyn Steps>,
-    scratch: Mutex<Scratch>,
-}
-
-/// Reused from call to call: fresh large buffers cost page faults.
-#[derive(Default)]
-struct Scratch {
-    values: Vec<f32>,
-    bytes: Vec<u8>,
+    /// Reused from call to call: fresh large buffers cost page faults.
+    scratch: Mutex<Vec<f32>>,
+    /// Between the hops of a reduction and of a gather.
+    partial_sums: Mutex<Vec<f32>>,
+    node_pieces: Mutex<Vec<u8>>,
 }
 
 impl Hierarchical {
@@ -37,14 +34,14 @@ impl Hierarchical {
             cross,
             direct,
             scratch: Mutex::default(),
+            partial_sums: Mutex::default(),
+            node_pieces: Mutex::default(),
         }
     }
 
-    fn scratch(&self) -> std::sync::MutexGuard<'_, Scratch> {
-        // What a panicking call left in it is overwritten.
-        self.scratch
-            .lock()
-            .unwrap_or_else(|poisoned| poisoned.into_inner())
+    /// A buffer; what a panicking call left in it is overwritten.
+    fn lock<B>(buffer: &Mutex<B>) -> MutexGuard<'_, B> {
+        buffer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Ranks of this node.
@@ -82,7 +79,8 @@ impl Steps for Hierarchical {
     /// Across nodes, then each node's pieces inside the node.
     fn gather(&self, label: Label, send: &[u8], recv: &mut [u8]) -> Result<()> {
         let (piece, nodes) = (send.len(), self.topology.num_nodes);
-        let bytes = &mut self.scratch().bytes;
+        let mut bytes = Self::lock(&self.node_pieces);
+        let bytes = &mut *bytes;
         bytes.resize(bytes.len().max(piece * nodes), 0);
         let mine = &mut bytes[..piece * nodes];
         self.cross.gather(label, send, mine)?;
@@ -98,9 +96,8 @@ impl Steps for Hierarchical {
     /// Each node's pieces inside the node, then across nodes.
     fn scatter(&self, label: Label, op: ReduceOp, send: &[f32], recv: &mut [f32]) -> Result<()> {
         let (piece, nodes) = (recv.len(), self.topology.num_nodes);
-        let values = &mut self.scratch().values;
-        values.resize(values.len().max(piece * nodes), 0.0);
-        let mine = &mut values[..piece * nodes];
+        let mut values = Self::lock(&self.partial_sums);
+        let mine = first(&mut values, piece * nodes);
         let node_values = piece * self.topology.local_size;
         for node in 0..nodes {
             let run = &send[node * node_values..(node + 1) * node_values];
@@ -142,6 +139,10 @@ impl Steps for Hierarchical {
         self.local.spread(label, &mut [], local)?;
         self.cross.spread(label, ahead, node)?;
         self.local.spread(label, data, local)
+    }
+
+    fn scratch(&self) -> MutexGuard<'_, Vec<f32>> {
+        Self::lock(&self.scratch)
     }
 
     fn step_volume(&self, call: Call) -> LinkBytes {

@@ -1,7 +1,7 @@
 //! A group whose ranks reach each other directly: over one transport, in one step a collective.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::health::{Health, Outcome, Patience};
@@ -143,6 +143,7 @@ pub(super) struct Leaf<T> {
     health: Arc<Health>,
     timeout: Duration,
     inner: Mutex<Inner<T>>,
+    scratch: Mutex<Vec<f32>>,
     /// For calls on this group itself, and for steps of calls on the world.
     received: [Counter; 2],
 }
@@ -164,6 +165,7 @@ impl<T: Transport> Leaf<T> {
                 transport,
                 sequence: 0,
             }),
+            scratch: Mutex::default(),
             received: Default::default(),
         }
     }
@@ -233,6 +235,11 @@ impl<T: Transport> Steps for Leaf<T> {
 
     fn spread(&self, label: Label, data: &mut [u8], root: usize) -> Result<()> {
         self.step(label, |t, cx| t.spread(cx, data, root))
+    }
+
+    fn scratch(&self) -> MutexGuard<'_, Vec<f32>> {
+        // What a panicking call left in it is overwritten.
+        self.scratch.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn step_volume(&self, call: Call) -> LinkBytes {

@@ -20,11 +20,14 @@ pub(super) fn combine(op: ReduceOp, parts: &[&[f32]], out: &mut [f32]) {
 simd_kernel! { fn sum(parts: &[&[f32]], out: &mut [f32]) = sum_body }
 simd_kernel! { fn max(parts: &[&[f32]], out: &mut [f32]) = max_body }
 
+// Adding needs no `A`: the macro compiles one body a set.
+#[allow(clippy::extra_unused_type_parameters)]
 #[inline(always)]
 fn sum_body<A: Arithmetic>(parts: &[&[f32]], out: &mut [f32]) {
     fold(parts, out, |a, b| a + b);
 }
 
+#[allow(clippy::extra_unused_type_parameters)]
 #[inline(always)]
 fn max_body<A: Arithmetic>(parts: &[&[f32]], out: &mut [f32]) {
     fold(parts, out, |a, b| if b > a || b.is_nan() { b } else { a });

@@ -4,6 +4,8 @@
 //! different ones learn which. The pure collectives are one step in a leaf group and several in the
 //! hierarchical one; an all-reduce is the same two steps in both.
 
+use std::sync::MutexGuard;
+
 use super::label::{Label, Op, Scope};
 use super::reduce::combine;
 use super::{Call, Group, LinkBytes, ReduceOp};
@@ -38,6 +40,9 @@ pub(super) trait Steps: Group {
     /// `data` becomes rank `root`'s; nobody returns before all have arrived.
     fn spread(&self, label: Label, data: &mut [u8], root: usize) -> Result<()>;
 
+    /// A buffer that calls on this group use one after another: fresh large ones cost page faults.
+    fn scratch(&self) -> MutexGuard<'_, Vec<f32>>;
+
     /// What the steps of `call`, anything but an all-reduce, receive.
     fn step_volume(&self, call: Call) -> LinkBytes;
 
@@ -56,6 +61,14 @@ fn cut(len: usize, num_ranks: usize) -> (usize, usize) {
     }
 }
 
+/// The first `len` values of a buffer that only grows.
+pub(super) fn first(scratch: &mut Vec<f32>, len: usize) -> &mut [f32] {
+    if scratch.len() < len {
+        scratch.resize(len, 0.0);
+    }
+    &mut scratch[..len]
+}
+
 fn all_reduce(group: &dyn Steps, data: &mut [f32], op: ReduceOp) -> Result<()> {
     let label = Label::all_reduce(group.scope(), size_of_val(data), op);
     if data.is_empty() {
@@ -64,9 +77,10 @@ fn all_reduce(group: &dyn Steps, data: &mut [f32], op: ReduceOp) -> Result<()> {
     let (main, small) = cut(data.len(), group.num_ranks());
     let (main, rest) = data.split_at_mut(main);
     if !main.is_empty() {
-        let mut shard = vec![0.0; main.len() / group.num_ranks()];
-        group.scatter(label, op, main, &mut shard)?;
-        let (shard, main) = (bytemuck::cast_slice(&shard), bytemuck::cast_slice_mut(main));
+        let mut scratch = group.scratch();
+        let shard = first(&mut scratch, main.len() / group.num_ranks());
+        group.scatter(label, op, main, shard)?;
+        let (shard, main) = (bytemuck::cast_slice(shard), bytemuck::cast_slice_mut(main));
         group.gather(label, shard, main)?;
     }
     for part in rest.chunks_mut(small) {

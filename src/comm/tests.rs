@@ -192,11 +192,11 @@ fn check_group(group: &dyn Group, members: &[usize], run_len: usize, len: usize)
         .collect();
     assert_eq!(recv, expected);
 
-    for root in 0..size {
+    for (root, &root_rank) in members.iter().enumerate() {
         let mut data = bytes(rank, 1, len);
         let volume = group.volume(Call::Broadcast { bytes: len, root });
         counted(group, volume, || group.broadcast(&mut data, root));
-        assert_eq!(data, bytes(members[root], 1, len));
+        assert_eq!(data, bytes(root_rank, 1, len));
     }
     counted(group, group.volume(Call::Barrier), || group.barrier());
 }

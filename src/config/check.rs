@@ -44,7 +44,9 @@ pub(super) fn findings(raw: &RawConfig, num_ranks: usize) -> Findings {
     train(raw, num_ranks, &mut found);
     zero(raw, &mut found);
     let timeout = raw.comm.timeout_s;
-    found.must(timeout >= 1, "comm.timeout_s", timeout, "at least 1");
+    let be = "from 1 to 31536000, a year";
+    let ok = (1..=31_536_000).contains(&timeout);
+    found.must(ok, "comm.timeout_s", timeout, be);
     let keep = raw.checkpoint.keep;
     found.must(
         keep >= 1,

@@ -5,11 +5,13 @@
 //! neither. Reductions read straight from the slots. Headers are words of the shared memory and do
 //! not count as received; data counts when it is copied or summed out of a slot.
 
+mod copy;
 mod lanes;
 mod region;
 
 use std::sync::Arc;
 
+use self::copy::copy_past_cache;
 use self::lanes::{Lanes, To};
 pub(super) use self::region::Region;
 use super::ReduceOp;
@@ -124,7 +126,7 @@ impl Out<'_> {
         self.rest = rest;
         if let Some(mirror) = self.mirror.take() {
             let (copy, rest) = mirror.split_at_mut(len);
-            copy.copy_from_slice(chunk);
+            copy_past_cache(chunk, copy);
             self.mirror = Some(rest);
         }
     }
@@ -152,7 +154,7 @@ impl Sink for Copies<'_> {
                 continue;
             };
             let target = rest.split_off_mut(..len).expect("at most the rest");
-            target.copy_from_slice(chunk);
+            copy_past_cache(chunk, target);
             lanes.empty(place, self.broadcast);
             cx.count(place, len as u64);
             moved = true;
@@ -170,7 +172,7 @@ impl Sink for Copies<'_> {
         let len = from.len().min(CHUNK);
         let from = from.split_off(..len).expect("at most the rest");
         let to = to.split_off_mut(..len).expect("as long as its source");
-        to.copy_from_slice(from);
+        copy_past_cache(from, to);
         len > 0
     }
 }
