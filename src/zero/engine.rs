@@ -187,6 +187,11 @@ impl Engine {
             loss += self.forward_backward(step, num_tokens, batch, is_last)?;
         }
         self.reduce.finish(&mut self.states)?;
+        for state in &self.states {
+            if let Some(name) = state.unit.buffer().without_grad().next() {
+                return Err(candle_core::Error::Msg(format!("{name} has no gradient")).into());
+            }
+        }
         // With whole gradients every rank has the same: they count once.
         let squares = norm::sum_of_squares(&self.states)?;
         let sums = self.comm.sum(&[loss as f64, squares])?;
@@ -334,10 +339,6 @@ impl Engine {
     /// Starts reducing the gradients of a unit whose backward is done. Without shards they add up
     /// locally until the last microbatch.
     fn reduce_unit(&mut self, unit: usize, is_last: bool) -> Result<()> {
-        let state = &self.states[unit];
-        if let Some(name) = state.unit.buffer().without_grad().next() {
-            return Err(candle_core::Error::Msg(format!("{name} has no gradient")).into());
-        }
         match self.is_sharded || is_last && self.comm.topology().world() > 1 {
             true => self.reduce.start(&mut self.states, &self.comm, unit),
             false => Ok(()),
