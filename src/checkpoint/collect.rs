@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use safetensors::{Dtype, SafeTensors, View};
 
-use crate::comm::{Call, Comm, Label, Moved, Purpose};
+use crate::comm::{Booking, Call, Comm, Moved, Purpose};
 use crate::optim::StateSlice;
 use crate::zero::{Engine, UnitStates};
 use crate::{Error, Result};
@@ -124,10 +124,10 @@ fn put_together(comm: &Comm, parts: Named) -> Result<Named<'static>> {
     let lens: Vec<usize> = (lens.as_chunks().0.iter())
         .map(|len| u64::from_le_bytes(*len) as usize)
         .collect();
-    let label = Label::small(Purpose::Checkpoint, "gather");
+    let booking = Booking::small(Purpose::Checkpoint, "gather");
     let is_lead = comm.topology().rank == 0;
     let sizes = lens.clone();
-    let blobs = comm.run(label, move |groups| {
+    let blobs = comm.run(booking, move |groups| {
         // An all-to-all in which only rank 0 receives.
         let mut send_bytes = vec![0; sizes.len()];
         send_bytes[0] = blob.len();

@@ -10,7 +10,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 
 use super::print;
-use crate::comm::{Comm, CommOptions, Label, LinkBytes, Moved, Purpose, connect};
+use crate::comm::{Booking, Comm, CommOptions, LinkBytes, Moved, Purpose, connect};
 use crate::launch::{LaunchFlags, discover, join};
 use crate::{Error, Result, runtime};
 
@@ -51,8 +51,8 @@ pub fn launch_check(args: &LaunchCheckArgs) -> Result<()> {
         Some(bootstrap) => {
             let (topology, addrs) = (bootstrap.topology, bootstrap.addrs.clone());
             let comm = Comm::new(connect(bootstrap)?)?;
-            let label = Label::small(Purpose::Scalars, "barrier");
-            comm.run(label, |groups| {
+            let booking = Booking::small(Purpose::Scalars, "barrier");
+            comm.run(booking, |groups| {
                 groups.world.barrier()?;
                 groups.local.barrier()?;
                 groups.cross.barrier()?;

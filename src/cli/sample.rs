@@ -2,13 +2,14 @@
 
 use std::path::PathBuf;
 
-use candle_core::{Device, Tensor};
-
 use super::{num_threads, print};
 use crate::checkpoint;
+use crate::comm::{self, Comm, CommOptions};
 use crate::data::Tokenizer;
-use crate::model::{Gpt, Pass};
+use crate::launch::{self, LaunchFlags};
+use crate::model::Gpt;
 use crate::rng::{self, Purpose};
+use crate::zero::{Engine, EngineOptions};
 use crate::{Error, Result, runtime};
 
 /// Arguments of `train sample`.
@@ -34,6 +35,8 @@ pub struct SampleArgs {
     /// Compute threads; all cores when absent.
     #[arg(long, value_parser = num_threads())]
     threads: Option<usize>,
+    #[command(flatten)]
+    launch: LaunchFlags,
 }
 
 /// Writes text from the newest checkpoint.
@@ -60,15 +63,6 @@ pub fn sample(args: &SampleArgs) -> Result<()> {
         )));
     }
     let tokenizer = Tokenizer::load(&path)?;
-    runtime::start_workers(args.threads.unwrap_or_else(runtime::num_cores))?;
-    let manifest = &checkpoint.manifest;
-    let model = Gpt::new(&manifest.model, manifest.vocab_size);
-    let weights = checkpoint.weights()?;
-    model
-        .units()
-        .iter()
-        .try_for_each(|unit| weights.fill(unit))?;
-
     let mut tokens = tokenizer.encode(&args.prompt).map_err(|e| match e {
         Error::Data(what) => Error::Config(format!("--prompt {:?}: {what}", args.prompt)),
         other => other,
@@ -78,16 +72,32 @@ pub fn sample(args: &SampleArgs) -> Result<()> {
             "--prompt: give at least one character".into(),
         ));
     }
-    print(&args.prompt)?;
+    let launch = launch::discover(&args.launch)?;
+    let threads = launch.default_threads(runtime::num_cores());
+    runtime::start_workers(args.threads.unwrap_or(threads))?;
+    let comm = match launch::join(&launch, CommOptions::default())? {
+        Some(bootstrap) => Comm::new(comm::connect(bootstrap)?)?,
+        None => Comm::solo(),
+    };
+    let manifest = &checkpoint.manifest;
+    let model = Gpt::new(&manifest.model, manifest.vocab_size);
+    let longest = model.seq_len();
+    let weights = checkpoint.weights()?;
+    let options = EngineOptions::default();
+    let engine = Engine::new(model, &manifest.optimizer, comm.into(), options, |unit| {
+        weights.fill(unit)
+    })?;
+    // Every rank draws the same tokens from the same logits, and rank 0 writes them.
+    let write = |text: &str| match launch.rank {
+        0 => print(text),
+        _ => Ok(()),
+    };
+    write(&args.prompt)?;
     let prompt_len = tokens.len();
     let mut printed = 0;
     for i in 0..args.tokens {
-        let context = &tokens[tokens.len().saturating_sub(model.seq_len())..];
-        let input = Tensor::from_slice(context, (1, context.len()), &Device::Cpu)?;
-        let logits = model
-            .infer(&input, &Pass::default())?
-            .squeeze(0)?
-            .to_vec1::<f32>()?;
+        let context = &tokens[tokens.len().saturating_sub(longest)..];
+        let logits = engine.logits(context.to_vec())?;
         let logits = &logits[..tokenizer.vocab_size().min(logits.len())];
         let draw = rng::uniform(args.seed, Purpose::Text, i as u64);
         tokens.push(choose(logits, args.temperature, args.top_k, draw));
@@ -95,11 +105,11 @@ pub fn sample(args: &SampleArgs) -> Result<()> {
         let text = tokenizer.decode(&tokens[prompt_len..])?;
         let complete = text.trim_end_matches('\u{fffd}');
         if let Some(new) = complete.get(printed..) {
-            print(new)?;
+            write(new)?;
             printed = complete.len();
         }
     }
-    print("\n")
+    write("\n")
 }
 
 /// The token at quantile `draw` of the softmax of the `top_k` largest logits over `temperature`.

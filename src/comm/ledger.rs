@@ -44,7 +44,7 @@ impl Purpose {
 
 /// What a collective is booked under.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Label {
+pub struct Booking {
     /// Why bytes move.
     pub purpose: Purpose,
     /// Name of the unit whose data it is; empty when it is nobody's.
@@ -55,8 +55,8 @@ pub struct Label {
     pub codec: String,
 }
 
-impl Label {
-    /// A label of small data that belongs to no unit.
+impl Booking {
+    /// The booking of small data that belongs to no unit.
     pub fn small(purpose: Purpose, algorithm: &'static str) -> Self {
         Self {
             purpose,
@@ -95,15 +95,15 @@ impl Totals {
 /// The books of a rank.
 #[derive(Debug, Default)]
 pub struct Ledger {
-    step: BTreeMap<Label, Totals>,
-    run: BTreeMap<Label, Totals>,
+    step: BTreeMap<Booking, Totals>,
+    run: BTreeMap<Booking, Totals>,
 }
 
 impl Ledger {
     /// Books one collective.
-    pub fn book(&mut self, label: Label, totals: Totals) {
-        self.step.entry(label.clone()).or_default().add(&totals);
-        self.run.entry(label).or_default().add(&totals);
+    pub fn book(&mut self, booking: Booking, totals: Totals) {
+        self.step.entry(booking.clone()).or_default().add(&totals);
+        self.run.entry(booking).or_default().add(&totals);
     }
 
     /// What was booked since the last call.
@@ -111,8 +111,8 @@ impl Ledger {
         Traffic::of(std::mem::take(&mut self.step))
     }
 
-    /// Everything booked, by label.
-    pub fn run(&self) -> &BTreeMap<Label, Totals> {
+    /// Everything booked.
+    pub fn run(&self) -> &BTreeMap<Booking, Totals> {
         &self.run
     }
 
@@ -120,8 +120,8 @@ impl Ledger {
     /// when nothing moved.
     pub fn table(&self, seconds: f64) -> String {
         let mut rows: BTreeMap<(Purpose, &str, &str), Totals> = BTreeMap::new();
-        for (label, totals) in &self.run {
-            let key = (label.purpose, label.algorithm, label.codec.as_str());
+        for (booking, totals) in &self.run {
+            let key = (booking.purpose, booking.algorithm, booking.codec.as_str());
             rows.entry(key).or_default().add(totals);
         }
         if rows.values().all(|t| t.moved == LinkBytes::default()) {
@@ -187,9 +187,9 @@ pub struct PurposeTraffic {
 }
 
 impl Traffic {
-    fn of(step: BTreeMap<Label, Totals>) -> Self {
+    fn of(step: BTreeMap<Booking, Totals>) -> Self {
         let mut traffic = Self::default();
-        for (label, totals) in step {
+        for (booking, totals) in step {
             let (busy_ms, exposed_ms) = (
                 totals.busy.as_secs_f64() * 1e3,
                 totals.exposed.as_secs_f64() * 1e3,
@@ -202,7 +202,10 @@ impl Traffic {
             traffic.inter_bytes += inter_bytes;
             traffic.busy_ms += busy_ms;
             traffic.exposed_ms += exposed_ms;
-            let purpose = traffic.by_purpose.entry(label.purpose.name()).or_default();
+            let purpose = traffic
+                .by_purpose
+                .entry(booking.purpose.name())
+                .or_default();
             purpose.intra_bytes += intra_bytes;
             purpose.inter_bytes += inter_bytes;
             purpose.busy_ms += busy_ms;
@@ -218,10 +221,10 @@ mod tests {
 
     #[test]
     fn steps_and_the_run_add_up() {
-        let label = |purpose, unit: &str| Label {
+        let booking = |purpose, unit: &str| Booking {
             unit: unit.into(),
             codec: "f32".into(),
-            ..Label::small(purpose, "all_gather")
+            ..Booking::small(purpose, "all_gather")
         };
         let totals = |inter_bytes| Totals {
             calls: 1,
@@ -235,9 +238,9 @@ mod tests {
         };
         let mut ledger = Ledger::default();
         for step in 0..2 {
-            ledger.book(label(Purpose::ForwardGather, "block 0"), totals(7));
-            ledger.book(label(Purpose::ForwardGather, "block 1"), totals(8));
-            ledger.book(label(Purpose::Scalars, ""), totals(step));
+            ledger.book(booking(Purpose::ForwardGather, "block 0"), totals(7));
+            ledger.book(booking(Purpose::ForwardGather, "block 1"), totals(8));
+            ledger.book(booking(Purpose::Scalars, ""), totals(step));
             let traffic = ledger.take_step();
             assert_eq!(
                 (traffic.intra_bytes, traffic.inter_bytes),
@@ -248,7 +251,7 @@ mod tests {
             assert_eq!(traffic.by_purpose["scalars"].busy_ms, 5.0);
         }
         assert_eq!(
-            ledger.run()[&label(Purpose::ForwardGather, "block 0")].calls,
+            ledger.run()[&booking(Purpose::ForwardGather, "block 0")].calls,
             2
         );
         let table = ledger.table(1.0);

@@ -27,6 +27,6 @@ pub use assemble::{thread_groups, thread_groups_within};
 pub use bootstrap::{Bootstrap, CommOptions, connect};
 pub use config::{Backend, CommConfig, LocalTransport};
 pub use group::{Call, Group, LinkBytes, ReduceOp, Solo};
-pub use ledger::{Label, Ledger, Purpose, PurposeTraffic, Totals, Traffic};
+pub use ledger::{Booking, Ledger, Purpose, PurposeTraffic, Totals, Traffic};
 pub use stream::{Comm, Groups, Moved, Pending};
 pub use topology::Topology;

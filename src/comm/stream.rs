@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::watch::Lifeline;
-use super::{Call, Group, Label, Ledger, LinkBytes, Purpose, Solo, Topology, Totals, Traffic};
+use super::{Booking, Call, Group, Ledger, LinkBytes, Purpose, Solo, Topology, Totals, Traffic};
 use crate::{Error, Result};
 
 /// The groups a rank belongs to.
@@ -91,7 +91,7 @@ struct Done<T> {
 /// A started task.
 pub struct Pending<T> {
     done: Receiver<Done<T>>,
-    label: Label,
+    booking: Booking,
     ledger: Arc<Mutex<Ledger>>,
 }
 
@@ -113,7 +113,7 @@ impl<T> Pending<T> {
             exposed: start.elapsed(),
         };
         let mut ledger = self.ledger.lock().expect("no holder panicked");
-        ledger.book(self.label, totals);
+        ledger.book(self.booking, totals);
         Ok(moved.value)
     }
 }
@@ -167,11 +167,11 @@ impl Comm {
         self.groups.abort(reason);
     }
 
-    /// Queues `task` behind those started before it; waiting for it books it under `label`. Every
+    /// Queues `task` behind those started before it; waiting for it books it under `booking`. Every
     /// rank must start the same tasks in the same order.
     pub fn start<T: Send + 'static>(
         &self,
-        label: Label,
+        booking: Booking,
         task: impl FnOnce(&Groups) -> Result<Moved<T>> + Send + 'static,
     ) -> Pending<T> {
         let (send, done) = sync_channel(1);
@@ -191,7 +191,7 @@ impl Comm {
         }
         Pending {
             done,
-            label,
+            booking,
             ledger: self.ledger.clone(),
         }
     }
@@ -202,10 +202,10 @@ impl Comm {
     /// The task's own.
     pub fn run<T: Send + 'static>(
         &self,
-        label: Label,
+        booking: Booking,
         task: impl FnOnce(&Groups) -> Result<Moved<T>> + Send + 'static,
     ) -> Result<T> {
-        self.start(label, task).wait()
+        self.start(booking, task).wait()
     }
 
     /// Every rank's `bytes`, in rank order; all ranks give as many.
@@ -216,7 +216,7 @@ impl Comm {
         if self.topology().world() == 1 {
             return Ok(bytes);
         }
-        self.run(Label::small(purpose, "all_gather"), move |groups| {
+        self.run(Booking::small(purpose, "all_gather"), move |groups| {
             let mut all = vec![0; bytes.len() * groups.world.size()];
             groups.world.all_gather(&bytes, &mut all)?;
             let piece_bytes = bytes.len();
@@ -268,7 +268,7 @@ impl Comm {
             return Ok(bytes);
         }
         let broadcast = |bytes: Vec<u8>| {
-            self.run(Label::small(purpose, "broadcast"), move |groups| {
+            self.run(Booking::small(purpose, "broadcast"), move |groups| {
                 let mut bytes = bytes;
                 groups.world.broadcast(&mut bytes, 0)?;
                 let call = Call::Broadcast {
@@ -387,11 +387,11 @@ mod tests {
     fn tasks_run_in_order_and_give_their_buffers_back() {
         let comm = Comm::new(Groups::solo()).unwrap();
         let (send, receive) = channel();
-        let label = Label::small(Purpose::ForwardGather, "all_gather");
+        let booking = Booking::small(Purpose::ForwardGather, "all_gather");
         let pending: Vec<_> = (0..5)
             .map(|i| {
                 let (send, buffer) = (send.clone(), vec![i; 3]);
-                comm.start(label.clone(), move |_| {
+                comm.start(booking.clone(), move |_| {
                     send.send(i).unwrap();
                     moved(buffer)
                 })
@@ -402,19 +402,19 @@ mod tests {
         }
         drop(send);
         assert_eq!(receive.iter().collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
-        let booked = comm.with_ledger(|ledger| ledger.run()[&label]);
+        let booked = comm.with_ledger(|ledger| ledger.run()[&booking]);
         assert_eq!((booked.calls, booked.elements), (5, 15));
     }
 
     #[test]
     fn an_error_reaches_the_waiter_and_later_tasks_still_run() {
         let comm = Comm::new(Groups::solo()).unwrap();
-        let label = || Label::small(Purpose::Scalars, "all_gather");
-        let failed = comm.start(label(), |_| -> Result<Moved<()>> {
+        let booking = || Booking::small(Purpose::Scalars, "all_gather");
+        let failed = comm.start(booking(), |_| -> Result<Moved<()>> {
             Err(Error::Peer("rank 3 is gone".into()))
         });
         assert!(failed.wait().unwrap_err().to_string().contains("rank 3"));
-        assert_eq!(comm.run(label(), |_| moved(7)).unwrap(), 7);
+        assert_eq!(comm.run(booking(), |_| moved(7)).unwrap(), 7);
         assert_eq!(comm.sum(&[2.0, 3.0]).unwrap(), [2.0, 3.0]);
         assert!(comm.any(true).unwrap() && !comm.any(false).unwrap());
         assert_eq!(

@@ -373,8 +373,8 @@ fn an_abort_ends_what_the_communication_thread_waits_for() {
     let mut ranks = thread_groups(1, 2);
     let (_second, first) = (ranks.pop().unwrap(), ranks.pop().unwrap());
     let comm = Comm::new(first).unwrap();
-    let label = Label::small(Purpose::Scalars, "barrier");
-    let pending = comm.start(label, |groups| {
+    let booking = Booking::small(Purpose::Scalars, "barrier");
+    let pending = comm.start(booking, |groups| {
         groups.world.barrier()?;
         Ok(Moved {
             value: (),

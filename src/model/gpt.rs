@@ -2,14 +2,12 @@
 
 use std::sync::Arc;
 
-use candle_core::{Result, Tensor};
-
 use super::ModelConfig;
 use super::block::Block;
 use super::head::Head;
 use super::stable_embedding::EmbeddingUnit;
-use super::unit::{Pass, Unit};
-use crate::ops::{Param, Tape};
+use super::unit::Unit;
+use crate::ops::Param;
 
 /// GPT-2 as a list of units, in the order they run.
 pub struct Gpt {
@@ -67,26 +65,5 @@ impl Gpt {
             .iter()
             .map(|unit| unit.buffer().layout().num_params())
             .sum()
-    }
-
-    /// Fills all weights from `seed`.
-    ///
-    /// # Errors
-    /// When candle refuses access to a buffer.
-    pub fn initialize(&self, seed: u64) -> Result<()> {
-        self.units
-            .iter()
-            .try_for_each(|unit| unit.buffer().initialize(seed))
-    }
-
-    /// The loss or the logits of `tokens` (B, S), keeping nothing.
-    ///
-    /// # Errors
-    /// As [`Unit::forward`].
-    pub fn infer(&self, tokens: &Tensor, pass: &Pass) -> Result<Tensor> {
-        let tape = Tape::inference();
-        self.units
-            .iter()
-            .try_fold(tokens.clone(), |x, unit| unit.forward(&tape, &x, pass))
     }
 }

@@ -142,6 +142,7 @@ impl Engine {
     /// Bytes of model states and of what a step holds at most, on this rank.
     pub fn memory(&self) -> Memory {
         let mut memory = Memory {
+            peak_unit_gradient_bytes: self.reduce.peak_bytes(),
             peak_gathered_bytes: self.gather.peak_bytes(),
             peak_activation_bytes: self.peak_activation_bytes,
             ..Memory::default()
@@ -380,6 +381,18 @@ impl Engine {
             return Err(Error::Data("there is nothing to evaluate on".into()));
         }
         Ok(sums[0] / sums[1])
+    }
+
+    /// Logits (V) of the token after `tokens`, which are the same on every rank.
+    ///
+    /// # Errors
+    /// As [`Engine::train_step`].
+    pub fn logits(&self, tokens: Vec<u32>) -> Result<Vec<f32>> {
+        let mut gather = Gather::new(Arc::new(F32), self.options.zero.prefetch);
+        let seq_len = tokens.len();
+        let mut walk = Walk::new(tokens, seq_len, Pass::default())?;
+        self.infer(&mut gather, Some(&mut walk))?;
+        Ok(walk.output().flatten_all()?.to_vec1()?)
     }
 
     /// Takes a walk through the model without keeping anything; without one, gathers along.

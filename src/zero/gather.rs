@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::pool::Pool;
 use super::states::UnitStates;
-use crate::comm::{Call, Comm, Groups, Label, LinkBytes, Moved, Pending, Purpose};
+use crate::comm::{Booking, Call, Comm, Groups, LinkBytes, Moved, Pending, Purpose};
 use crate::quant::Codec;
 use crate::{Error, Result};
 
@@ -84,7 +84,7 @@ impl Gather {
         let Some(master) = state.master().cloned() else {
             return;
         };
-        let label = Label {
+        let booking = Booking {
             purpose: request.purpose,
             unit: state.unit.name().into(),
             algorithm: "all_gather",
@@ -95,7 +95,7 @@ impl Gather {
         self.live_bytes += len * 4;
         self.peak_bytes = self.peak_bytes.max(self.live_bytes);
         let codec = self.codec.clone();
-        let pending = comm.start(label, move |groups| {
+        let pending = comm.start(booking, move |groups| {
             let mut weights = weights;
             let bytes = all_gather(groups, &*codec, &master, &mut weights)?;
             Ok(Moved {

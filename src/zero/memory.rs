@@ -11,6 +11,8 @@ pub struct Memory {
     pub optimizer_state_bytes: usize,
     /// f32 gradients of the rank's shards.
     pub gradient_bytes: usize,
+    /// Gradients of whole units, between their backward pass and their reduction.
+    pub peak_unit_gradient_bytes: usize,
     /// Gathered weights, in use or on their way.
     pub peak_gathered_bytes: usize,
     /// Activations that the backward pass was waiting for.

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use super::pool::Pool;
 use super::states::UnitStates;
 use crate::Result;
-use crate::comm::{Call, Comm, Group, Groups, Label, LinkBytes, Moved, Pending, Purpose, ReduceOp};
+use crate::comm::{
+    Booking, Call, Comm, Group, Groups, LinkBytes, Moved, Pending, Purpose, ReduceOp,
+};
 use crate::quant::{Codec, F32};
 
 /// What a reduction gives back.
@@ -24,6 +26,8 @@ pub struct Reduce {
     in_flight: usize,
     pool: Pool,
     started: VecDeque<(usize, Pending<Reduced>)>,
+    live_bytes: usize,
+    peak_bytes: usize,
 }
 
 impl Reduce {
@@ -34,16 +38,25 @@ impl Reduce {
             in_flight,
             pool: Pool::default(),
             started: VecDeque::new(),
+            live_bytes: 0,
+            peak_bytes: 0,
         }
+    }
+
+    /// Bytes of whole units' gradients that were lent or on their way, at most so far.
+    pub fn peak_bytes(&self) -> usize {
+        self.peak_bytes
     }
 
     /// Lends unit `unit` a gradient buffer for a microbatch, if it has none.
     ///
     /// # Errors
     /// [`crate::Error::Tensor`] when candle refuses access to the buffer.
-    pub fn lend(&self, state: &UnitStates, world: usize) -> Result<()> {
+    pub fn lend(&mut self, state: &UnitStates, world: usize) -> Result<()> {
         if state.master().is_some() && !state.unit.buffer().has_grads() {
             let whole = self.pool.take(state.shard_len() * world);
+            self.live_bytes += whole.len() * 4;
+            self.peak_bytes = self.peak_bytes.max(self.live_bytes);
             state.unit.buffer().lend_grads(whole)?;
         }
         Ok(())
@@ -59,7 +72,7 @@ impl Reduce {
         let mut whole = state.unit.buffer().take_grads()?;
         let is_sharded = state.master().is_some();
         let codec = self.codec.clone();
-        let label = Label {
+        let booking = Booking {
             purpose: Purpose::GradientReduce,
             unit: state.unit.name().into(),
             algorithm: match is_sharded {
@@ -75,7 +88,7 @@ impl Reduce {
             true => self.pool.take(state.shard_len()),
             false => Vec::new(),
         };
-        let pending = comm.start(label, move |groups| {
+        let pending = comm.start(booking, move |groups| {
             let bytes = match is_sharded {
                 true => reduce_scatter(groups, &*codec, &whole, &mut shard)?,
                 false => {
@@ -105,8 +118,8 @@ impl Reduce {
         let Reduced { whole, shard } = pending.wait()?;
         let state = &mut states[unit];
         if state.master().is_some() {
-            state.add_grads(&shard);
-            self.pool.give(shard);
+            self.pool.give(state.add_grads(shard));
+            self.live_bytes -= whole.len() * 4;
             self.pool.give(whole);
         } else {
             state.unit.buffer().return_grads(whole)?;
@@ -155,6 +168,9 @@ fn two_hop(
     let (nodes, locals) = (groups.cross.size(), groups.local.size());
     // Rank `node * locals + local` owns that piece: for every node, its pieces lie side by side,
     // one a local rank.
+    if shard.is_empty() {
+        return Ok(LinkBytes::default());
+    }
     let mut partial = vec![0.0; shard.len() * nodes];
     let mut moved = LinkBytes::default();
     for (run, sums) in whole
@@ -197,4 +213,65 @@ fn hop(
         codec.decode_accumulate(bytes, sums)?;
     }
     Ok(group.volume(Call::AllToAll { recv_bytes: &sizes }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::thread_groups;
+    use proptest::prelude::*;
+
+    /// Every rank's shard of the sums, by `reduce`.
+    fn on_all_ranks(
+        nodes: usize,
+        local: usize,
+        shard_len: usize,
+        reduce: fn(&Groups, &[f32], &mut [f32]) -> LinkBytes,
+    ) -> Vec<Vec<f32>> {
+        let ranks = thread_groups(nodes, local).into_iter().map(|groups| {
+            std::thread::spawn(move || {
+                let world = groups.world.size();
+                let whole: Vec<f32> = (0..shard_len * world)
+                    .map(|i| value(groups.topology.rank, i))
+                    .collect();
+                let mut shard = vec![f32::NAN; shard_len];
+                let before = groups.received();
+                let moved = reduce(&groups, &whole, &mut shard);
+                assert_eq!(before + moved, groups.received());
+                shard
+            })
+        });
+        let ranks: Vec<_> = ranks.collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    }
+
+    fn value(rank: usize, i: usize) -> f32 {
+        ((i * 37 + rank * 101) % 64) as f32 * 0.37 - 11.0
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+        /// I2: with 32 bits, the path of a codec gives the sums of the path without, bit for bit.
+        #[test]
+        fn the_identity_codec_sums_like_no_codec(
+            nodes in 1usize..4,
+            local in 1usize..4,
+            shard_len in 0usize..50,
+        ) {
+            let plain = on_all_ranks(nodes, local, shard_len, |groups, whole, shard| {
+                reduce_scatter(groups, &F32, whole, shard).unwrap()
+            });
+            let through_codec = on_all_ranks(nodes, local, shard_len, |groups, whole, shard| {
+                two_hop(groups, &F32, whole, shard).unwrap()
+            });
+            prop_assert_eq!(&plain, &through_codec);
+            for (rank, shard) in plain.iter().enumerate() {
+                for (i, sum) in shard.iter().enumerate() {
+                    let place = rank * shard_len + i;
+                    let expected: f32 = (0..nodes * local).map(|r| value(r, place)).sum();
+                    prop_assert!((sum - expected).abs() < 1e-3, "{} {}", sum, expected);
+                }
+            }
+        }
+    }
 }

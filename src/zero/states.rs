@@ -27,8 +27,9 @@ pub struct UnitStates {
 struct Own {
     /// f32 master weights. Shared with a gather while it runs.
     master: Arc<Vec<f32>>,
-    /// Empty until the step's first reduction.
     grads: Vec<f32>,
+    /// Whether the step's first reduction is still to come.
+    is_stale: bool,
 }
 
 impl UnitStates {
@@ -60,7 +61,8 @@ impl UnitStates {
                 );
                 Some(Own {
                     master: Arc::new(weights[shard.clone()].to_vec()),
-                    grads: Vec::new(),
+                    grads: vec![0.0; shard.len()],
+                    is_stale: true,
                 })
             }
             false => None,
@@ -88,21 +90,23 @@ impl UnitStates {
     pub fn clear_grads(&mut self) {
         self.unit.buffer().clear_grads();
         if let Some(own) = &mut self.own {
-            own.grads.clear();
+            own.is_stale = true;
         }
     }
 
-    /// Adds a microbatch's reduced gradients of the shard.
-    pub fn add_grads(&mut self, sums: &[f32]) {
+    /// Adds a microbatch's reduced gradients of the shard, and returns a buffer of that size.
+    pub fn add_grads(&mut self, mut sums: Vec<f32>) -> Vec<f32> {
         if let Some(own) = &mut self.own {
-            if own.grads.is_empty() {
-                own.grads.extend_from_slice(sums);
+            if own.is_stale {
+                std::mem::swap(&mut own.grads, &mut sums);
+                own.is_stale = false;
             } else {
-                for (grad, sum) in own.grads.iter_mut().zip(sums) {
+                for (grad, sum) in own.grads.iter_mut().zip(&sums) {
                     *grad += sum;
                 }
             }
         }
+        sums
     }
 
     /// Calls `f` with the gradients of the rank's part.

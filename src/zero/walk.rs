@@ -69,6 +69,11 @@ impl Walk {
         Ok(self.x.to_scalar::<f32>()?)
     }
 
+    /// What the last unit gave.
+    pub fn output(&self) -> &Tensor {
+        &self.x
+    }
+
     /// Bytes of the activations kept for the backward pass.
     pub fn activation_bytes(&self) -> usize {
         let tensor_bytes = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
