@@ -231,7 +231,7 @@ fn another_format_version_is_named_and_not_called_damage() {
         let found = format!("format_version is {}", version["format_version"]);
         let ended = project
             .run("a", &RESUME)
-            .fails(3, &["manifest.json", &found, "reads 2"]);
+            .fails(3, &["manifest.json", &found, "reads 3"]);
         assert!(!ended.stderr.contains("delete"), "{}", ended.stderr);
     }
 }

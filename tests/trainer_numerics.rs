@@ -101,7 +101,7 @@ fn train_step(engine: &mut Engine, step: u64, lr: f32, sequences_each: usize) ->
 /// Mean loss of the batch of step 0 without dropout.
 fn loss(engine: &Engine) -> f64 {
     let batches = micro_batches(0, BATCH).map(|b| (b.inputs, b.targets));
-    engine.evaluate(batches).unwrap()
+    engine.evaluate(batches, || false).unwrap().unwrap()
 }
 
 fn values(param: &Param) -> Vec<f32> {
@@ -359,7 +359,7 @@ fn evaluation_is_the_mean_over_tokens_and_not_over_batches() {
     let single: Vec<_> = micro_batches(0, 1).map(|b| (b.inputs, b.targets)).collect();
     let each: Vec<f64> = single
         .iter()
-        .map(|b| engine.evaluate(once(b.clone())).unwrap())
+        .map(|b| engine.evaluate(once(b.clone()), || false).unwrap().unwrap())
         .collect();
     let mean = each.iter().sum::<f64>() / each.len() as f64;
     assert!((each[3] - mean).abs() > 1e-4, "all batches are alike");
@@ -368,8 +368,16 @@ fn evaluation_is_the_mean_over_tokens_and_not_over_batches() {
         (inputs.concat(), targets.concat())
     };
     let uneven = [join(&single[..3]), join(&single[3..])];
-    assert!((engine.evaluate(uneven.into_iter()).unwrap() - mean).abs() < 1e-6);
-    assert!(engine.evaluate(std::iter::empty()).is_err());
+    assert!(
+        (engine
+            .evaluate(uneven.into_iter(), || false)
+            .unwrap()
+            .unwrap()
+            - mean)
+            .abs()
+            < 1e-6
+    );
+    assert!(engine.evaluate(std::iter::empty(), || false).is_err());
 }
 
 #[test]

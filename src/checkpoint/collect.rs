@@ -60,6 +60,9 @@ pub fn collect<'a>(engine: &'a mut Engine) -> Result<(Named<'a>, Named<'a>)> {
     let (mut weights, mut optimizer) = (Named::new(), Named::new());
     for state in engine.states() {
         let is_sharded = state.master().is_some();
+        if !is_sharded && comm.topology().rank > 0 {
+            continue;
+        }
         let shapes: HashMap<String, Vec<usize>> = (state.unit.buffer().layout().params.iter())
             .map(|param| (param.name.clone(), param.shape.clone()))
             .collect();
@@ -70,8 +73,6 @@ pub fn collect<'a>(engine: &'a mut Engine) -> Result<(Named<'a>, Named<'a>)> {
         if is_sharded {
             unit_weights = put_together(&comm, unit_weights)?;
             unit_optimizer = put_together(&comm, unit_optimizer)?;
-        } else if comm.topology().rank > 0 {
-            continue;
         }
         for (name, tensor) in &mut unit_weights {
             if let Some(shape) = shapes.get(name) {

@@ -12,10 +12,11 @@ use crate::durable::{hex, sha256_file};
 use crate::model::ModelConfig;
 use crate::optim::OptimizerConfig;
 use crate::optim::lr::LrConfig;
+use crate::zero::PrecisionConfig;
 use crate::{Error, Result};
 
 /// Version of the folder's layout.
-pub const FORMAT_VERSION: u32 = 2;
+pub const FORMAT_VERSION: u32 = 3;
 
 /// Where in the run a checkpoint stands.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -67,6 +68,10 @@ pub struct Manifest {
     pub steps: u64,
     /// Largest gradient norm so far.
     pub grad_clip: f32,
+    /// Float formats between ranks so far.
+    pub precision: PrecisionConfig,
+    /// Ranks so far: they decide in which order gradients are summed.
+    pub num_ranks: usize,
     /// All other files of the folder.
     pub files: Vec<FileEntry>,
     /// SHA-256 of this file as it was with 64 zeros here.
@@ -92,6 +97,8 @@ impl Manifest {
             lr: raw.lr.clone(),
             steps: raw.train.steps,
             grad_clip: raw.train.grad_clip,
+            precision: raw.precision.clone(),
+            num_ranks: plan.topology.world(),
             files: Vec::new(),
             manifest_sha256: NO_HASH.into(),
         }
@@ -169,6 +176,12 @@ impl Manifest {
             "train.grad_clip",
             &self.grad_clip,
             &other.grad_clip,
+        ));
+        changes.extend(differences("precision", &self.precision, &other.precision));
+        changes.extend(differences(
+            "the number of ranks",
+            &self.num_ranks,
+            &other.num_ranks,
         ));
         changes
     }

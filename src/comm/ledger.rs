@@ -78,7 +78,7 @@ pub struct Totals {
     pub moved: LinkBytes,
     /// Time on the communication thread.
     pub busy: Duration,
-    /// Time the computation waited.
+    /// Time the computation waited for it, also while those before it ran.
     pub exposed: Duration,
 }
 
@@ -140,7 +140,9 @@ impl Ledger {
             "share"
         );
         let mib = |bytes: u64| bytes as f64 / (1 << 20) as f64;
+        let mut all = Totals::default();
         for ((purpose, algorithm, codec), t) in rows {
+            all.add(&t);
             table += &format!(
                 "{:16} {:15} {:8} {:8} {:12.2} {:12.2} {:9.2} {:9.2} {:6.1}%\n",
                 purpose.name(),
@@ -154,6 +156,10 @@ impl Ledger {
                 100.0 * t.exposed.as_secs_f64() / seconds.max(1e-9),
             );
         }
+        let (busy, exposed) = (all.busy.as_secs_f64(), all.exposed.as_secs_f64());
+        let hidden = 100.0 * (1.0 - exposed / busy.max(1e-9)).max(0.0);
+        table +=
+            &format!("{hidden:.0}% of {busy:.2} s of communication hidden behind computation\n");
         table
     }
 }
@@ -167,7 +173,7 @@ pub struct Traffic {
     pub inter_bytes: u64,
     /// Time of collectives.
     pub busy_ms: f64,
-    /// Of that, time the computation waited: the rest was hidden behind it.
+    /// Time the computation waited for them; the rest was hidden behind it.
     pub exposed_ms: f64,
     /// The same by purpose.
     pub by_purpose: BTreeMap<&'static str, PurposeTraffic>,
@@ -182,7 +188,7 @@ pub struct PurposeTraffic {
     pub inter_bytes: u64,
     /// Time of collectives.
     pub busy_ms: f64,
-    /// Time the computation waited.
+    /// Time the computation waited for them, also while those of other purposes ran before them.
     pub exposed_ms: f64,
 }
 
@@ -255,7 +261,8 @@ mod tests {
             2
         );
         let table = ledger.table(1.0);
-        assert_eq!(table.lines().count(), 3, "{table}");
+        assert_eq!(table.lines().count(), 4, "{table}");
+        assert!(table.contains("60% of 0.03 s"), "{table}");
         assert!(table.contains("forward_gather"), "{table}");
         assert_eq!(Ledger::default().table(1.0), "");
     }

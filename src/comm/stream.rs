@@ -102,7 +102,7 @@ impl<T> Pending<T> {
     /// The task's own.
     pub fn wait(self) -> Result<T> {
         let start = Instant::now();
-        let gone = |_| Error::Peer("the communication thread ended early".into());
+        let gone = |_| candle_core::Error::Msg("the communication thread panicked".into());
         let Done { result, busy } = self.done.recv().map_err(gone)?;
         let moved = result?;
         let totals = Totals {
@@ -292,7 +292,8 @@ impl Comm {
     }
 
     /// Runs `work` where there is some, and returns once it is done on every rank, however long that
-    /// takes: meanwhile the ranks show each other that they are alive.
+    /// takes: meanwhile the ranks show each other that they are alive. When one of them dies, the
+    /// work at hand is finished first: what it leaves on the disk is whole.
     ///
     /// # Errors
     /// As every collective.
@@ -319,20 +320,20 @@ impl Comm {
     ///
     /// # Errors
     /// Those of `f`; as every collective.
-    pub fn lead(&self, f: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
+    pub fn lead(&self, f: impl FnOnce() -> Result<Vec<u8>> + Send) -> Result<Vec<u8>> {
+        let is_lead = self.topology().rank == 0;
         let mut message = Vec::new();
         let mut own_error = None;
-        if self.topology().rank == 0 {
-            match f() {
-                Ok(value) => {
-                    message.push(0);
-                    message.extend(value);
-                }
-                Err(error) => {
-                    message.push(error.exit_status());
-                    message.extend(error.to_string().into_bytes());
-                    own_error = Some(error);
-                }
+        match self.patiently(is_lead.then_some(f))? {
+            None => {}
+            Some(Ok(value)) => {
+                message.push(0);
+                message.extend(value);
+            }
+            Some(Err(error)) => {
+                message.push(error.exit_status());
+                message.extend(error.to_string().into_bytes());
+                own_error = Some(error);
             }
         }
         let message = self.from_lead(Purpose::Scalars, message)?;

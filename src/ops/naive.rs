@@ -85,6 +85,8 @@ impl Check {
         };
         let buffer = UnitBuffer::new(UnitLayout::new(params.iter().map(spec).collect()));
         buffer.initialize(1).unwrap();
+        let len = buffer.layout().num_elements;
+        buffer.lend_grads(vec![0.0; len]).unwrap();
         Self { buffer }
     }
 

@@ -129,8 +129,8 @@ impl UnitLayout {
 
 /// A unit's weights and gradients: one flat tensor each.
 ///
-/// Both are empty until somebody writes or lends them: a rank that owns a part of a unit holds the
-/// whole only while it is used.
+/// Both are empty until somebody lends them (or writes weights): a rank that owns a part of a unit
+/// holds the whole only while it is used.
 pub struct UnitBuffer {
     layout: UnitLayout,
     weights: Tensor,
@@ -407,8 +407,9 @@ impl Param {
     pub fn accumulate<R>(&self, f: impl FnOnce(&mut [f32], bool) -> Result<R>) -> Result<R> {
         let fresh = !self.buffer.written[self.index].swap(true, Ordering::Relaxed);
         let range = self.buffer.layout.range(self.index);
-        with_storage(&self.buffer.grads, |grads| {
-            f(&mut self.buffer.allocated(grads)[range], fresh)
+        with_storage(&self.buffer.grads, |grads| match grads.get_mut(range) {
+            Some(values) => f(values, fresh),
+            None => bail!("{}: nobody lent it a gradient", self.spec().name),
         })
     }
 
@@ -481,6 +482,10 @@ mod tests {
     fn the_first_gradient_overwrites_and_the_next_adds() {
         let buffer = UnitBuffer::new(UnitLayout::new(vec![spec(0, 3), spec(1, 3)]));
         let param = buffer.param("p0").unwrap();
+        let add = || param.accumulate(|_, _| Ok(()));
+        assert!(add().unwrap_err().to_string().contains("p0: nobody lent"));
+        // What the lender left there does not show.
+        buffer.lend_grads(vec![f32::NAN; ALIGN]).unwrap();
         for value in [1.0, 2.0] {
             param
                 .accumulate(|grad, fresh| {
@@ -490,6 +495,8 @@ mod tests {
                 .unwrap();
         }
         assert_eq!(param.grad().unwrap(), [3.0; 3]);
+        let padding = buffer.with_grads(|g| Ok(g[6..].iter().all(|g| *g == 0.0)));
+        assert!(padding.unwrap());
         assert_eq!(buffer.without_grad().collect::<Vec<_>>(), ["p1"]);
         buffer.clear_grads();
         assert_eq!(buffer.without_grad().count(), 2);

@@ -36,16 +36,24 @@ pub fn check(plan: &Plan, start: &Start) -> Result<()> {
 pub fn train(plan: &Plan, start: Start, comm: Comm) -> Result<()> {
     let comm = Arc::new(comm);
     let result = train_as_rank(plan, &start, &comm);
-    if let Err(error) = &result
-        && !matches!(error, Error::Peer(_))
-    {
-        // The others wait for this rank: they end with its reason instead of a timeout's.
+    if let Err(error) = &result {
+        // The others wait for this rank: they end with its reason, unless they know an earlier one.
         comm.abort(&error.to_string());
     }
     result
 }
 
 fn train_as_rank(plan: &Plan, start: &Start, comm: &Arc<Comm>) -> Result<()> {
+    if comm.topology() != plan.topology {
+        return Err(Error::Config(format!(
+            "the launcher says {}, rank {}; the ranks that met are {}, rank {}: start all of them \
+             with the same variables",
+            plan.topology,
+            plan.topology.rank,
+            comm.topology(),
+            comm.topology().rank
+        )));
+    }
     let folder = RunFolder::at(plan);
     runtime::start_workers(plan.threads)?;
     // Everything that can be wrong with the input is found before an earlier run is deleted.
@@ -75,10 +83,7 @@ fn prepare(plan: &Plan, comm: &Comm) -> Result<Dataset> {
             dataset = Some(prepared?);
         }
     }
-    match dataset {
-        Some(dataset) => Ok(dataset),
-        None => data::prepare(data, false),
-    }
+    dataset.ok_or_else(|| Error::Data("no data was prepared".into()))
 }
 
 struct Trainer<'a> {
@@ -197,7 +202,7 @@ impl<'a> Trainer<'a> {
         }
         for change in changes {
             let change = change.to_string();
-            tracing::warn!("the run goes on with other settings: {change}");
+            trainer.warn(&format!("the run goes on with other settings: {change}"));
             trainer.event("changed", &change)?;
         }
         let memory = trainer.engine.memory();
@@ -215,6 +220,13 @@ impl<'a> Trainer<'a> {
         );
         tracing::info!("{}", dataset.describe());
         Ok(trainer)
+    }
+
+    /// Says on rank 0 what is so on all.
+    fn warn(&self, what: &str) {
+        if self.plan.topology.rank == 0 {
+            tracing::warn!("{what}");
+        }
     }
 
     /// Records something that happened at the current step.
@@ -258,7 +270,9 @@ impl<'a> Trainer<'a> {
             if self.comm.any(interrupt.requested())? && (evaluate || step < num_steps) {
                 self.save()?;
                 self.event("interrupted", "stopped by a signal")?;
-                tracing::warn!("stopped at step {step} of {num_steps}: --resume goes on");
+                self.warn(&format!(
+                    "stopped at step {step} of {num_steps}: --resume goes on"
+                ));
                 return self.finish();
             }
             let verify_every = raw.zero.verify_every;
@@ -267,11 +281,6 @@ impl<'a> Trainer<'a> {
             }
         }
         self.finish()?;
-        let seconds = self.started.elapsed().as_secs_f64();
-        let traffic = self.comm.with_ledger(|ledger| ledger.table(seconds));
-        if !traffic.is_empty() {
-            tracing::info!("what rank 0 received, with shares of {seconds:.1} s:\n{traffic}");
-        }
         tracing::info!(
             "done: {} steps, validation loss {val_loss:.4} nats a token{}; {}",
             self.position.step,
@@ -282,7 +291,13 @@ impl<'a> Trainer<'a> {
     }
 
     fn finish(&mut self) -> Result<()> {
-        self.recorder.as_mut().map_or(Ok(()), Recorder::finish)
+        self.recorder.as_mut().map_or(Ok(()), Recorder::finish)?;
+        let seconds = self.started.elapsed().as_secs_f64();
+        let traffic = self.comm.with_ledger(|ledger| ledger.table(seconds));
+        if !traffic.is_empty() {
+            tracing::info!("what rank 0 received, with shares of {seconds:.1} s:\n{traffic}");
+        }
+        Ok(())
     }
 
     /// One step of training, recorded.
@@ -291,6 +306,8 @@ impl<'a> Trainer<'a> {
         let step = self.position.step;
         let lr = raw.lr.at(step, raw.train.steps);
         let start = Instant::now();
+        // Evaluations and checkpoints are in the table of the run, not in the step after them.
+        self.comm.take_step();
         let (sampler, micro_batch) = (&self.sampler, raw.train.micro_batch);
         let place = self.plan.topology;
         let batches = (0..self.plan.micro_steps).map(|i| {
@@ -335,7 +352,7 @@ impl<'a> Trainer<'a> {
         let remedy = match train.non_finite {
             NonFinite::Skip if self.position.num_skipped < train.max_skips => {
                 self.position.num_skipped += 1;
-                tracing::warn!("{what}: skipped");
+                self.warn(&format!("{what}: skipped"));
                 return self.event("skipped", &what);
             }
             NonFinite::Skip => format!("raise train.max_skips = {}", train.max_skips),
@@ -363,16 +380,11 @@ impl<'a> Trainer<'a> {
         let batches = windows.batches(raw.train.micro_batch).take(limit);
         // Every rank takes its turn.
         let batches = batches.skip(place.rank).step_by(place.world());
-        let batches = batches.take_while(|_| !interrupt.requested());
-        let val_loss = self.engine.evaluate(batches);
-        if self.comm.any(interrupt.requested())? {
-            return Ok(None);
-        }
-        let val_loss = val_loss?;
-        if let Some(recorder) = &mut self.recorder {
+        let val_loss = self.engine.evaluate(batches, || interrupt.requested())?;
+        if let (Some(recorder), Some(val_loss)) = (&mut self.recorder, val_loss) {
             recorder.eval(self.position.step, val_loss)?;
         }
-        Ok(Some(val_loss))
+        Ok(val_loss)
     }
 
     fn save(&mut self) -> Result<()> {

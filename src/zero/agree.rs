@@ -1,22 +1,16 @@
-//! Whether all ranks hold the same model: they compare hashes of what they would compute with.
-
-use std::sync::Arc;
+//! Whether all ranks train the same model: they compare hashes.
 
 use super::gather::{Gather, Request};
 use super::states::UnitStates;
 use crate::comm::{Comm, Purpose};
-use crate::quant::F32;
 use crate::{Error, Result};
 
-/// Compares every rank's weights: gathered from their owners, or with whole states its own.
+/// Compares the weights that every rank computes with: gathered from their owners, or with whole
+/// states its own.
 ///
 /// # Errors
 /// [`Error::Peer`] naming the ranks that differ from rank 0.
-pub fn check_weights(states: &[UnitStates], comm: &Comm) -> Result<()> {
-    if comm.topology().world() == 1 {
-        return Ok(());
-    }
-    let mut gather = Gather::new(Arc::new(F32), 1);
+pub fn check_weights(states: &[UnitStates], gather: &mut Gather, comm: &Comm) -> Result<()> {
     let is_sharded = states.iter().any(|state| state.master().is_some());
     if is_sharded {
         let purpose = Purpose::Agreement;
@@ -27,13 +21,14 @@ pub fn check_weights(states: &[UnitStates], comm: &Comm) -> Result<()> {
         if is_sharded {
             gather.acquire(states, comm, unit)?;
         }
-        state.unit.buffer().with_weights(|weights| {
-            weights.iter().for_each(|w| hash.add(w.to_bits().into()));
+        let buffer = state.unit.buffer();
+        buffer.with_weights(|weights| {
+            hash.add_all(weights);
             Ok(())
         })?;
         gather.release(state)?;
     }
-    same_everywhere(comm, "the weights", &hash.0.to_le_bytes())
+    same_everywhere(comm, "the weights", &hash.value().to_le_bytes())
 }
 
 /// Compares a few bytes that must be the same on every rank.
@@ -58,7 +53,7 @@ pub fn same_everywhere(comm: &Comm, what: &str, bytes: &[u8]) -> Result<()> {
 }
 
 /// FNV-1a over words.
-struct Fnv(u64);
+pub struct Fnv(u64);
 
 impl Default for Fnv {
     fn default() -> Self {
@@ -67,7 +62,15 @@ impl Default for Fnv {
 }
 
 impl Fnv {
-    fn add(&mut self, word: u64) {
-        self.0 = (self.0 ^ word).wrapping_mul(0x0100_0000_01b3);
+    /// Adds values, bit for bit.
+    pub fn add_all(&mut self, values: &[f32]) {
+        for value in values {
+            self.0 = (self.0 ^ u64::from(value.to_bits())).wrapping_mul(0x0100_0000_01b3);
+        }
+    }
+
+    /// The hash.
+    pub fn value(&self) -> u64 {
+        self.0
     }
 }

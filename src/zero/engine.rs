@@ -1,15 +1,15 @@
 //! The training step over units: gather, forward, backward, reduce, clip, update.
 //!
-//! One rank is N ranks whose collectives do nothing: it owns every shard whole, so that nothing is
-//! gathered or released.
+//! A rank that owns every unit whole (alone, or under stage 0) has nothing to gather or release.
 
 use std::iter::once;
 use std::sync::Arc;
 
-use super::agree;
+use super::agree::{Fnv, check_weights, same_everywhere};
 use super::gather::{Gather, Request};
 use super::memory::Memory;
 use super::norm;
+use super::pool::Pools;
 use super::reduce::Reduce;
 use super::states::UnitStates;
 use super::walk::Walk;
@@ -66,6 +66,9 @@ pub struct Engine {
     comm: Arc<Comm>,
     gather: Gather,
     reduce: Reduce,
+    pools: Pools,
+    /// Gathers in flight ahead of the one waited for.
+    ahead: usize,
     options: EngineOptions,
     /// Whether this rank holds a part of each unit, and not all of it.
     is_sharded: bool,
@@ -91,8 +94,16 @@ impl Engine {
         let place = comm.topology();
         let is_sharded = place.world() > 1 && options.zero.stage == 3;
         let mut states = Vec::new();
+        // Of what every rank was given, before it keeps its part: afterwards nobody could tell.
+        let mut first_weights = Fnv::default();
         for unit in model.units() {
             fill(unit)?;
+            if place.world() > 1 {
+                unit.buffer().with_weights(|weights| {
+                    first_weights.add_all(&weights[..unit.buffer().layout().num_elements]);
+                    Ok(())
+                })?;
+            }
             let min = options.min_8bit_size;
             states.push(UnitStates::new(unit, place, is_sharded, optimizer, min)?);
         }
@@ -101,11 +112,19 @@ impl Engine {
             true => (zero.prefetch, 1),
             false => (0, 0),
         };
+        same_everywhere(
+            &comm,
+            "the first weights",
+            &first_weights.value().to_le_bytes(),
+        )?;
+        let pools = Pools::default();
         Ok(Self {
             model,
             states,
-            gather: Gather::new(options.precision.gather.codec(), ahead),
-            reduce: Reduce::new(options.precision.reduce.codec(), in_flight),
+            gather: Gather::new(options.precision.gather.codec(), ahead, pools.clone()),
+            reduce: Reduce::new(options.precision.reduce.codec(), in_flight, pools.clone()),
+            pools,
+            ahead,
             comm,
             options,
             is_sharded,
@@ -156,12 +175,23 @@ impl Engine {
         memory
     }
 
-    /// Compares the weights that all ranks compute with.
+    /// Compares the number of updates and the weights that all ranks compute with.
     ///
     /// # Errors
     /// [`Error::Peer`] naming the ranks that differ from rank 0.
     pub fn check_agreement(&self) -> Result<()> {
-        agree::check_weights(&self.states, &self.comm)
+        if self.comm.topology().world() == 1 {
+            return Ok(());
+        }
+        same_everywhere(&self.comm, "updates", &self.num_updates.to_le_bytes())?;
+        let codec = self.options.precision.gather.codec();
+        let mut gather = Gather::new(codec, self.ahead, self.pools.clone());
+        check_weights(&self.states, &mut gather, &self.comm)
+    }
+
+    /// A gatherer of weights as they are, for evaluation.
+    fn exact_gather(&self) -> Gather {
+        Gather::new(Arc::new(F32), self.ahead, self.pools.clone())
     }
 
     /// One step over `micro_batches`, which are this rank's part of `num_tokens` tokens.
@@ -198,7 +228,7 @@ impl Engine {
         let sums = self.comm.sum(&[loss as f64, squares])?;
         let loss = sums[0] as f32;
         let squares = if self.is_sharded { sums[1] } else { squares };
-        let grad_norm = (squares as f32).sqrt();
+        let grad_norm = squares.sqrt() as f32;
         let mut outcome = StepOutcome {
             loss,
             grad_norm,
@@ -346,18 +376,29 @@ impl Engine {
         }
     }
 
-    /// Mean loss over all ranks' `batches` of (inputs, targets), each (B, S). Weights are gathered
-    /// as they are, without a codec.
+    /// Mean loss over all ranks' `batches` of (inputs, targets), each (B, S); `None` once any rank
+    /// `stops`. Weights are gathered as they are, without a codec.
     ///
     /// # Errors
     /// [`Error::Data`] when there is no batch on any rank; as [`Engine::train_step`].
-    pub fn evaluate(&self, mut batches: impl Iterator<Item = (Vec<u32>, Vec<u32>)>) -> Result<f64> {
-        let mut gather = Gather::new(Arc::new(F32), self.options.zero.prefetch);
+    pub fn evaluate(
+        &self,
+        mut batches: impl Iterator<Item = (Vec<u32>, Vec<u32>)>,
+        stops: impl Fn() -> bool,
+    ) -> Result<Option<f64>> {
+        let mut gather = self.exact_gather();
         let (mut loss, mut num_tokens) = (0.0f64, 0usize);
         loop {
             let batch = batches.next();
-            // Ranks may have different numbers of batches, but gather together.
-            if !self.comm.any(batch.is_some())? {
+            // Ranks may have different numbers of batches, but they gather and stop together.
+            let (has_batch, stop) = (u8::from(batch.is_some()), u8::from(stops()));
+            let all = self
+                .comm
+                .gather_bytes(Purpose::Evaluation, vec![has_batch, stop])?;
+            if all.chunks(2).any(|rank| rank[1] == 1) {
+                return Ok(None);
+            }
+            if all.chunks(2).all(|rank| rank[0] == 0) {
                 break;
             }
             let count = batch.as_ref().map_or(0, |(_, targets)| targets.len());
@@ -380,7 +421,7 @@ impl Engine {
         if sums[1] == 0.0 {
             return Err(Error::Data("there is nothing to evaluate on".into()));
         }
-        Ok(sums[0] / sums[1])
+        Ok(Some(sums[0] / sums[1]))
     }
 
     /// Logits (V) of the token after `tokens`, which are the same on every rank.
@@ -388,7 +429,7 @@ impl Engine {
     /// # Errors
     /// As [`Engine::train_step`].
     pub fn logits(&self, tokens: Vec<u32>) -> Result<Vec<f32>> {
-        let mut gather = Gather::new(Arc::new(F32), self.options.zero.prefetch);
+        let mut gather = self.exact_gather();
         let seq_len = tokens.len();
         let mut walk = Walk::new(tokens, seq_len, Pass::default())?;
         self.infer(&mut gather, Some(&mut walk))?;

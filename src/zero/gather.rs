@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::pool::Pool;
+use super::pool::Pools;
 use super::states::UnitStates;
 use crate::comm::{Booking, Call, Comm, Groups, LinkBytes, Moved, Pending, Purpose};
 use crate::quant::Codec;
@@ -23,7 +23,7 @@ pub struct Gather {
     codec: Arc<dyn Codec>,
     /// Gathers started ahead of the one waited for.
     ahead: usize,
-    pool: Pool,
+    pools: Pools,
     /// Not started yet.
     plan: VecDeque<Request>,
     started: VecDeque<(Request, u64, Pending<Vec<f32>>)>,
@@ -33,11 +33,11 @@ pub struct Gather {
 
 impl Gather {
     /// A gatherer that keeps `ahead` gathers in flight and sends weights through `codec`.
-    pub fn new(codec: Arc<dyn Codec>, ahead: usize) -> Self {
+    pub fn new(codec: Arc<dyn Codec>, ahead: usize, pools: Pools) -> Self {
         Self {
             codec,
             ahead,
-            pool: Pool::default(),
+            pools,
             plan: VecDeque::new(),
             started: VecDeque::new(),
             live_bytes: 0,
@@ -91,13 +91,13 @@ impl Gather {
             codec: self.codec.name(),
         };
         let len = master.len() * comm.topology().world();
-        let weights = self.pool.take(len);
+        let weights = self.pools.values.take(len);
         self.live_bytes += len * 4;
         self.peak_bytes = self.peak_bytes.max(self.live_bytes);
-        let codec = self.codec.clone();
+        let (codec, pools) = (self.codec.clone(), self.pools.clone());
         let pending = comm.start(booking, move |groups| {
             let mut weights = weights;
-            let bytes = all_gather(groups, &*codec, &master, &mut weights)?;
+            let bytes = all_gather(groups, &*codec, &pools, &master, &mut weights)?;
             Ok(Moved {
                 elements: weights.len(),
                 value: weights,
@@ -115,7 +115,7 @@ impl Gather {
         if state.master().is_some() {
             let weights = state.unit.buffer().take_weights()?;
             self.live_bytes -= weights.len() * 4;
-            self.pool.give(weights);
+            self.pools.values.give(weights);
         }
         Ok(())
     }
@@ -135,6 +135,7 @@ fn bug<T>(what: String) -> Result<T> {
 pub fn all_gather(
     groups: &Groups,
     codec: &dyn Codec,
+    pools: &Pools,
     shard: &[f32],
     whole: &mut [f32],
 ) -> Result<LinkBytes> {
@@ -143,13 +144,15 @@ pub fn all_gather(
     if codec.is_identity() {
         world.all_gather(bytemuck::cast_slice(shard), bytemuck::cast_slice_mut(whole))?;
     } else {
-        let mut send = vec![0; piece_bytes];
+        let mut send = pools.bytes.take(piece_bytes);
         codec.encode(shard, &mut send);
-        let mut all = vec![0; piece_bytes * world.size()];
+        let mut all = pools.bytes.take(piece_bytes * world.size());
         world.all_gather(&send, &mut all)?;
         for (piece, values) in all.chunks(piece_bytes).zip(whole.chunks_mut(shard.len())) {
             codec.decode(piece, values)?;
         }
+        pools.bytes.give(send);
+        pools.bytes.give(all);
     }
     Ok(world.volume(Call::AllGather { piece_bytes }))
 }

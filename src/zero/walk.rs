@@ -1,4 +1,4 @@
-//! One lane's way through the model: forward unit by unit, then backward.
+//! The way of some sequences through the model: forward unit by unit, then backward.
 
 use std::sync::Arc;
 
