@@ -223,7 +223,7 @@ fn another_format_version_is_named_and_not_called_damage() {
     let project = saved();
     for version in [
         json!({"format_version": 1}),
-        json!({"format_version": 3, "new": []}),
+        json!({"format_version": 4, "new": []}),
     ] {
         damage(&project, "manifest.json", |path| {
             fs::write(path, version.to_string()).unwrap();
