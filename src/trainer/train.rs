@@ -16,7 +16,9 @@ use crate::config::Plan;
 use crate::data::{self, Dataset, Sampler, Windows};
 use crate::metrics::logging;
 use crate::model::{Gpt, Unit};
-use crate::zero::{Engine, EngineOptions, MicroBatch, StepOutcome, same_everywhere};
+use crate::zero::{
+    Engine, EngineOptions, MicroBatch, PrecisionConfig, StepOutcome, same_everywhere,
+};
 use crate::{Error, Result, runtime};
 
 /// Whether the run may start in its folder; nothing is touched.
@@ -219,6 +221,9 @@ impl<'a> Trainer<'a> {
             plan.threads,
         );
         tracing::info!("{}", dataset.describe());
+        if plan.topology.world() == 1 && raw.precision != PrecisionConfig::default() {
+            tracing::warn!("[precision] has no effect on one rank: nothing crosses between ranks");
+        }
         Ok(trainer)
     }
 

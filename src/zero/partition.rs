@@ -59,6 +59,17 @@ mod tests {
         UnitLayout::new(lens.iter().enumerate().map(spec).collect())
     }
 
+    #[test]
+    fn gpt2s_table_on_16_ranks_loses_no_row() {
+        let layout = layout(&[50_257 * 768, 1024 * 768]);
+        let len: usize = (0..16)
+            .map(|rank| shard(layout.num_elements, 16, rank))
+            .flat_map(|shard| segments(&layout, &shard, 4096))
+            .map(|segment| segment.range.len())
+            .sum();
+        assert_eq!(len, layout.num_params());
+    }
+
     proptest! {
         #[test]
         fn shards_cover_every_element_once(
