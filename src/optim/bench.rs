@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::{AdamW, Optimizer, OptimizerConfig, Segment, StateKind, StepInputs};
 use crate::comm::Comm;
-use crate::quant::Blockwise;
+use crate::quant::{Blockwise, Codec, Symmetric};
 
 /// Time of one optimizer step.
 #[derive(Clone, Debug, Serialize)]
@@ -87,7 +87,8 @@ pub fn optimizers(num_params: usize) -> Vec<OptimizerRow> {
     kinds.into_iter().map(row).collect()
 }
 
-/// Times the block-wise dynamic quantizers, blocks 256 and 2048, beside a copy.
+/// Times the block-wise dynamic quantizers on all threads beside a copy, and the symmetric ones that
+/// the communication thread runs alone.
 pub fn codecs(num_values: usize) -> Vec<CodecRow> {
     const TASK_VALUES: usize = 32 * 1024;
     let values = normal(num_values, 1.0);
@@ -105,13 +106,13 @@ pub fn codecs(num_values: usize) -> Vec<CodecRow> {
         let in_seconds = best_seconds(|| codec.quantize(&values, &mut codes, &mut scales));
         let out_seconds = best_seconds(|| codec.dequantize(&codes, &scales, &mut out));
         CodecRow {
-            name: crate::quant::Codec::name(&codec),
+            name: codec.name(),
             gb_s_in: gigabytes / in_seconds,
             gb_s_out: gigabytes / out_seconds,
             memcpy_gb_s: 2.0 * gigabytes / copy_seconds,
         }
     };
-    [
+    let mut rows: Vec<CodecRow> = [
         Blockwise::signed(256),
         Blockwise::signed(2048),
         Blockwise::unsigned(256),
@@ -119,7 +120,24 @@ pub fn codecs(num_values: usize) -> Vec<CodecRow> {
     ]
     .into_iter()
     .map(&mut row)
-    .collect()
+    .collect();
+    for (bits, block) in [(8, 2048), (4, 256)] {
+        let codec = Symmetric::new(bits, block);
+        let mut bytes = vec![0; codec.encoded_bytes(num_values)];
+        let in_seconds = best_seconds(|| codec.encode(&values, &mut bytes));
+        let out_seconds = best_seconds(|| {
+            codec
+                .decode(&bytes, &mut out)
+                .expect("the codec reads what it wrote");
+        });
+        rows.push(CodecRow {
+            name: format!("{}, one thread", codec.name()),
+            gb_s_in: gigabytes / in_seconds,
+            gb_s_out: gigabytes / out_seconds,
+            memcpy_gb_s: 2.0 * gigabytes / copy_seconds,
+        });
+    }
+    rows
 }
 
 /// The shortest of 7 runs, after one to warm up.

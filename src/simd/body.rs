@@ -38,7 +38,7 @@ impl Arithmetic for Plain {
 macro_rules! simd_kernel {
     ($(#[$doc:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? = $body:ident) => {
         $(#[$doc])*
-        #[allow(clippy::too_many_arguments)]
+        #[allow(dead_code, clippy::too_many_arguments)]
         $vis fn $name($($arg: $ty),*) $(-> $ret)? {
             $name::on($crate::simd::Isa::best(), $($arg),*)
         }
