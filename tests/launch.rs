@@ -583,8 +583,8 @@ fn output_goes_to_files_and_rank_0_stays_on_the_terminal() {
 fn wrong_command_lines_start_nothing() {
     for (args, parts) in [
         (
-            &["--nproc-per-node", "2", "--", "bench", "step"][..],
-            &["expected run or launch-check"][..],
+            &["--nproc-per-node", "2", "--", "bench", "optimizer"][..],
+            &["expected run, bench step or launch-check"][..],
         ),
         (
             &["--nproc-per-node", "2", "--", "run"],
