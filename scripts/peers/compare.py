@@ -136,6 +136,7 @@ def zero3(args):
     for _ in range(args.rounds):
         for name, command in commands.items():
             rows[name].append(lines(command)[0])
+        print(json.dumps({name: round(rows[name][-1]["tokens_per_s"]) for name in commands}), flush=True)
     for name in commands:
         rates = [row["tokens_per_s"] for row in rows[name]]
         of_name = {"zero3": name, "tokens_per_s": round(statistics.median(rates)), "best": round(max(rates))}
