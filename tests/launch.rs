@@ -580,11 +580,31 @@ fn output_goes_to_files_and_rank_0_stays_on_the_terminal() {
 }
 
 #[test]
+fn bench_step_measures_all_ranks_and_rank_0_prints() {
+    for stage in ["0", "3"] {
+        let bench = ["--", "bench", "step", "--shape", "1,32,2,16,2,97"];
+        let options = ["--threads", "1", "--steps", "1", "--stage", stage];
+        let ranks = ["launch", "--nproc-per-node", "2"];
+        let ended = run(train(&[&ranks[..], &bench, &options].concat()));
+        assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+        let mut rows = ended.stdout.lines();
+        let row = rows.next().unwrap().strip_prefix("[0] ").unwrap();
+        let row: serde_json::Value = serde_json::from_str(row).unwrap();
+        assert_eq!(row["world"], 2);
+        assert_eq!(row["stage"].to_string(), stage);
+        assert!(row["comm_busy_ms"].as_f64().unwrap() > 0.0, "{row}");
+        let tokens = row["tokens_per_s"].as_f64().unwrap() * row["step_ms"].as_f64().unwrap() / 1e3;
+        assert_eq!(tokens.round(), 64.0, "2 ranks, 2 sequences of 16");
+        assert_eq!(rows.next(), None);
+    }
+}
+
+#[test]
 fn wrong_command_lines_start_nothing() {
     for (args, parts) in [
         (
-            &["--nproc-per-node", "2", "--", "bench", "step"][..],
-            &["expected run or launch-check"][..],
+            &["--nproc-per-node", "2", "--", "bench", "optimizer"][..],
+            &["expected run, bench step or launch-check"][..],
         ),
         (
             &["--nproc-per-node", "2", "--", "run"],

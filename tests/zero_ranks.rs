@@ -122,7 +122,6 @@ fn rank(setup: &Setup, comm: Arc<Comm>) -> Seen {
         zero: setup.zero.clone(),
         precision: setup.precision.clone(),
         recompute_blocks: setup.recompute_blocks,
-        ..EngineOptions::default()
     };
     let model = Gpt::new(&setup.model, VOCAB);
     let fill = |unit: &Arc<dyn train::model::Unit>| Ok(unit.buffer().initialize(7)?);

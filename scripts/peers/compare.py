@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """Ours beside the peers, alternately, on one machine in one sitting; prints ratios.
 
-usage: compare.py step|optimizer|collectives|shakespeare [--rounds 3] [--seeds 1 2 3] [--threads 2] [--text FILE] [--train PATH]
+usage: compare.py step|optimizer|collectives|zero3|shakespeare [--rounds 3] [--seeds 1 2 3] [--threads 2] [--text FILE] [--train PATH]
 
 step         the training step at three sizes and with N(0,1) embeddings: eager and compiled PyTorch
 optimizer    nanoseconds a parameter at 2^26: PyTorch's fused and default AdamW, bitsandbytes' 8-bit
 collectives  64 MiB between 2 and 4 processes: gloo; and ours over TCP, for comparison
+zero3        a training step on 2 ranks of 1 thread: DeepSpeed's ZeRO-3; and ours as one process of 2 threads with
+             the same tokens a step. Medians over rounds, as well as the best
 shakespeare  nanoGPT's character recipe (--text FILE): loss on the whole validation split and seconds, ours of
              the whole process, PyTorch's of training (train_seconds) and with its evaluations (seconds)
 
@@ -14,6 +16,7 @@ Run it with the Python that has the peers (see README.md). The best of all round
 import argparse
 import json
 import pathlib
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,7 +37,9 @@ def lines(command):
     done = subprocess.run([str(c) for c in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     if done.returncode != 0:
         sys.exit(f"{' '.join(map(str, command))} failed:\n{done.stderr[-2000:]}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    # `train launch` puts the rank in front.
+    printed = [line.removeprefix("[0] ") for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in printed if line.startswith("{")]
 
 
 def peer(script, *arguments):
@@ -114,6 +119,44 @@ def collectives(args):
             }), flush=True)
 
 
+def zero3(args):
+    layers, width, heads, seq, batch, vocab = 4, 256, 4, 256, 4, 4096
+    launch = [args.train, "launch", "--nproc-per-node", 2, "--"]
+    sharded = ["bench", "step", "--threads", 1, "--shape", f"{layers},{width},{heads},{seq},{batch},{vocab}"]
+    whole = ["bench", "step", "--threads", 2, "--shape", f"{layers},{width},{heads},{seq},{2 * batch},{vocab}"]
+    torchrun = [pathlib.Path(sys.executable).parent / "torchrun", "--nproc-per-node", 2]
+    arguments = ["--layers", layers, "--d-model", width, "--heads", heads, "--seq", seq, "--batch", batch]
+    arguments += ["--vocab", vocab, "--steps", 8, "--threads", 1]
+    commands = {
+        "ours 2 x 1": launch + sharded,
+        "deepspeed 2 x 1": torchrun + [HERE / "zero3_step.py", *arguments],
+        "ours 1 x 2": [args.train] + whole,
+    }
+    rows = {name: [] for name in commands}
+    for _ in range(args.rounds):
+        for name, command in commands.items():
+            rows[name].append(lines(command)[0])
+        print(json.dumps({name: round(rows[name][-1]["tokens_per_s"]) for name in commands}), flush=True)
+    for name in commands:
+        rates = [row["tokens_per_s"] for row in rows[name]]
+        of_name = {"zero3": name, "tokens_per_s": round(statistics.median(rates)), "best": round(max(rates))}
+        of_name |= {key: rows[name][0][key] for key in ("optimizer", "version") if key in rows[name][0]}
+        of_name["peak_rss_mib"] = round(max(row["peak_rss_mib"] for row in rows[name]))
+        if "comm_busy_ms" in rows[name][0] and rows[name][0]["world"] > 1:
+            for key in ("step_ms", "comm_busy_ms", "comm_exposed_ms"):
+                of_name[key] = round(statistics.median(row[key] for row in rows[name]), 1)
+        print(json.dumps(of_name), flush=True)
+    ours = [row["tokens_per_s"] for row in rows["ours 2 x 1"]]
+    for name in ("deepspeed 2 x 1", "ours 1 x 2"):
+        theirs = [row["tokens_per_s"] for row in rows[name]]
+        print(json.dumps({
+            "ours 2 x 1 over": name,
+            "of_medians": round(statistics.median(ours) / statistics.median(theirs), 2),
+            "of_bests": round(max(ours) / max(theirs), 2),
+            "by_round": [round(a / b, 2) for a, b in zip(ours, theirs)],
+        }), flush=True)
+
+
 def shakespeare(args):
     config = HERE.parent.parent / "configs" / "shakespeare_char.toml"
     for seed in args.seeds:
@@ -135,7 +178,7 @@ def shakespeare(args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["step", "optimizer", "collectives", "shakespeare"])
+    parser.add_argument("what", choices=["step", "optimizer", "collectives", "zero3", "shakespeare"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of shakespeare")
     parser.add_argument("--threads", type=int, default=2)
@@ -144,7 +187,13 @@ def main():
     args = parser.parse_args()
     if args.what == "shakespeare" and not args.text:
         parser.error("shakespeare needs --text FILE")
-    {"step": step, "optimizer": optimizer, "collectives": collectives, "shakespeare": shakespeare}[args.what](args)
+    {
+        "step": step,
+        "optimizer": optimizer,
+        "collectives": collectives,
+        "zero3": zero3,
+        "shakespeare": shakespeare,
+    }[args.what](args)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ pub struct LaunchArgs {
     /// What tells this job from others at the same address; the same on every machine.
     #[arg(long, value_name = "ID")]
     run_id: Option<String>,
-    /// What every rank does: `run CONFIG ...` or `launch-check`.
+    /// What every rank does: `run CONFIG ...`, `bench step ...` or `launch-check`.
     #[arg(last = true, required = true, value_name = "COMMAND")]
     command: Vec<OsString>,
 }
@@ -148,9 +148,10 @@ fn check_command(args: &LaunchArgs) -> Result<()> {
             }
         }
         Command::Run(_) => {}
+        Command::Bench(bench) if bench.runs_on_ranks() => {}
         _ => {
             return Err(Error::Config(format!(
-                "the command after `--` is {:?}: expected run or launch-check",
+                "the command after `--` is {:?}: expected run, bench step or launch-check",
                 args.command[0]
             )));
         }

@@ -2,6 +2,7 @@
 
 mod bench;
 mod bench_collectives;
+mod bench_step;
 mod launch;
 mod launch_check;
 mod prepare;
@@ -39,8 +40,7 @@ enum Command {
     Prepare(ConfigArgs),
     /// Write text from a run's newest checkpoint.
     Sample(sample::SampleArgs),
-    /// Measure this machine: the training step, optimizers, codecs,
-    /// collectives.
+    /// Measure this machine: the training step, optimizers, codecs, collectives.
     Bench(bench::BenchArgs),
     /// Print every config key with its type, default and meaning.
     ConfigReference,
