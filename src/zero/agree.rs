@@ -28,14 +28,19 @@ pub fn check_weights(states: &[UnitStates], gather: &mut Gather, comm: &Comm) ->
         })?;
         gather.release(state)?;
     }
-    same_everywhere(comm, "the weights", &hash.value().to_le_bytes())
+    same_everywhere(comm, "the weights", &hash.value().to_le_bytes(), Error::Peer)
 }
 
 /// Compares a few bytes that must be the same on every rank.
 ///
 /// # Errors
-/// [`Error::Peer`] naming `what` and the ranks that differ from rank 0.
-pub fn same_everywhere(comm: &Comm, what: &str, bytes: &[u8]) -> Result<()> {
+/// `wrong` naming `what` and the ranks that differ from rank 0; as every collective.
+pub fn same_everywhere(
+    comm: &Comm,
+    what: &str,
+    bytes: &[u8],
+    wrong: fn(String) -> Error,
+) -> Result<()> {
     let all = comm.gather_bytes(Purpose::Agreement, bytes.to_vec())?;
     let differing: Vec<usize> = all
         .chunks(bytes.len().max(1))
@@ -45,10 +50,10 @@ pub fn same_everywhere(comm: &Comm, what: &str, bytes: &[u8]) -> Result<()> {
         .collect();
     match differing[..] {
         [] => Ok(()),
-        _ => Err(Error::Peer(format!(
+        _ => Err(comm.shared(wrong(format!(
             "{what} of ranks {differing:?} differ from rank 0's: every rank needs the same config, \
              data and program"
-        ))),
+        )))),
     }
 }
 

@@ -207,8 +207,9 @@ pub fn ended(child: Child) -> Ended {
     ended
 }
 
-/// Sends `signal` ("INT") to `child` once it has finished `step_done` steps, and again `more` times, and
-/// waits for its end. The child cannot run far ahead: its output stays unread in a pipe.
+/// Sends `signal` ("INT") to `child` once it has finished `step_done` steps, and again `more` times, late
+/// enough to count, and waits for its end. The child cannot run far ahead: its output stays unread in a
+/// pipe.
 pub fn signal_after(mut child: Child, step_done: u64, signal: &str, more: usize) -> Ended {
     let mut stderr = BufReader::new(child.stderr.take().unwrap());
     let (mut text, mut line) = (String::new(), String::new());
@@ -229,6 +230,7 @@ pub fn signal_after(mut child: Child, step_done: u64, signal: &str, more: usize)
         if i < more {
             // The first one is known to have arrived when its message is out.
             while !text.contains("once more") && stderr.read_line(&mut text).unwrap() > 0 {}
+            std::thread::sleep(std::time::Duration::from_millis(1200));
         }
     }
     std::io::Read::read_to_string(&mut stderr, &mut text).unwrap();
