@@ -366,7 +366,7 @@ fn a_second_ctrl_c_stops_at_once() {
     let project = Project::new();
     // A step takes longer than copies of a signal may, so the second signal meets a running step.
     let sets = ["train.steps=100000", "train.global_batch=8000"];
-    let ended = signal_after(project.start("a", &sets), 2, "INT", 1);
+    let ended = signal_after(project.start("a", &sets), 1, "INT", 1);
     assert_eq!(ended.code(), 130, "{}", ended.stderr);
     project
         .run(

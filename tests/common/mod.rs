@@ -1,6 +1,8 @@
 //! A project folder with a small text and config, and the `train` binary run in it.
 #![allow(dead_code)] // every test binary uses a part
 
+pub mod processes;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader};
