@@ -179,7 +179,7 @@ impl Project {
         lines.retain(|line| line["kind"] != "event");
         lines.iter_mut().for_each(|line| {
             let line = line.as_object_mut().unwrap();
-            for key in ["step_ms", "tokens_per_s", "tflops", "mfu", "memory"] {
+            for key in ["step_ms", "tokens_per_s", "tflops", "mfu", "memory", "comm"] {
                 line.remove(key);
             }
         });
