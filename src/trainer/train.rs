@@ -16,9 +16,7 @@ use crate::config::Plan;
 use crate::data::{self, Dataset, Sampler, Windows};
 use crate::metrics::logging;
 use crate::model::{Gpt, Unit};
-use crate::zero::{
-    Engine, EngineOptions, MicroBatch, PrecisionConfig, StepOutcome, same_everywhere,
-};
+use crate::zero::{Engine, EngineOptions, MicroBatch, PrecisionConfig, StepOutcome, same_or};
 use crate::{Error, Result, runtime};
 
 /// Whether the run may start in its folder; nothing is touched.
@@ -60,11 +58,11 @@ fn train_as_rank(plan: &Plan, start: &Start, comm: &Arc<Comm>) -> Result<()> {
     runtime::start_workers(plan.threads)?;
     // No failures of a peer: starting again would not help.
     let asked = Sha256::digest(plan.resolved_toml() + &format!("{start:?}"));
-    same_everywhere(comm, "config and flags", &asked, Error::Config)?;
+    same_or(comm, "config and flags", &asked, Error::Config)?;
     // Everything that can be wrong with the input is found before an earlier run is deleted.
     let dataset = prepare(plan, comm)?;
     let found = Sha256::digest(&dataset.meta.hash);
-    same_everywhere(comm, "the data", &found, Error::Data)?;
+    same_or(comm, "the data", &found, Error::Data)?;
     // From here on there is something to save: until now a signal ends the process.
     let interrupt = Interrupt::listen();
     let mut trainer = Trainer::new(plan, &dataset, folder, start, comm)?;

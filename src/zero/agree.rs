@@ -28,19 +28,22 @@ pub fn check_weights(states: &[UnitStates], gather: &mut Gather, comm: &Comm) ->
         })?;
         gather.release(state)?;
     }
-    same_everywhere(comm, "the weights", &hash.value().to_le_bytes(), Error::Peer)
+    same_everywhere(comm, "the weights", &hash.value().to_le_bytes())
 }
 
 /// Compares a few bytes that must be the same on every rank.
 ///
 /// # Errors
+/// [`Error::Peer`] naming `what` and the ranks that differ from rank 0.
+pub fn same_everywhere(comm: &Comm, what: &str, bytes: &[u8]) -> Result<()> {
+    same_or(comm, what, bytes, Error::Peer)
+}
+
+/// [`same_everywhere`], for bytes that differ by a person's mistake, which is of another kind.
+///
+/// # Errors
 /// `wrong` naming `what` and the ranks that differ from rank 0; as every collective.
-pub fn same_everywhere(
-    comm: &Comm,
-    what: &str,
-    bytes: &[u8],
-    wrong: fn(String) -> Error,
-) -> Result<()> {
+pub fn same_or(comm: &Comm, what: &str, bytes: &[u8], wrong: fn(String) -> Error) -> Result<()> {
     let all = comm.gather_bytes(Purpose::Agreement, bytes.to_vec())?;
     let differing: Vec<usize> = all
         .chunks(bytes.len().max(1))
