@@ -52,9 +52,9 @@ impl Error {
         move |source| Error::Io { path, source }
     }
 
-    /// The error that ended rank 0 with `status`, on another rank.
-    pub fn of_lead(status: u8, message: &str) -> Error {
-        let message = format!("rank 0: {message}");
+    /// The error that ended `rank` with `status`, on another rank.
+    pub fn of_rank(rank: usize, status: u8, message: &str) -> Error {
+        let message = format!("rank {rank}: {message}");
         match status {
             2 => Error::Config(message),
             3 => Error::Data(message),

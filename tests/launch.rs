@@ -5,18 +5,16 @@ mod common;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use common::Project;
+use common::processes::{PATIENCE, can_make_namespaces, ends, free_port, kill, torchrun};
 
 const TRAIN: &str = env!("CARGO_BIN_EXE_train");
-
-/// Longer than anything here takes; a test that needs it has failed.
-const PATIENCE: Duration = Duration::from_secs(60);
 
 /// `program` without any launcher's variables.
 fn command(program: impl AsRef<std::ffi::OsStr>) -> Command {
@@ -161,41 +159,8 @@ impl Running {
     }
 }
 
-fn kill(pid: u32, signal: &str) {
-    let script = format!("kill -{signal} {pid}");
-    assert!(
-        Command::new("sh")
-            .args(["-c", &script])
-            .status()
-            .unwrap()
-            .success()
-    );
-}
-
-/// Waits until `pid` is gone or a zombie that somebody else has to collect.
-#[track_caller]
-fn ends(pid: u32) {
-    let start = Instant::now();
-    let runs = || {
-        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        stat.rsplit(')')
-            .next()
-            .is_some_and(|s| !s.is_empty() && !s.trim_start().starts_with('Z'))
-    };
-    while runs() {
-        assert!(start.elapsed() < PATIENCE, "process {pid} still runs");
-        thread::sleep(Duration::from_millis(10));
-    }
-}
-
 fn launch(flags: &[&str], check: &[&str]) -> Command {
     train(&[&["launch"], flags, &["--", "launch-check"], check].concat())
-}
-
-/// A port that was free a moment ago.
-fn free_port() -> String {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.local_addr().unwrap().port().to_string()
 }
 
 #[test]
@@ -706,22 +671,6 @@ fn slurm_tasks_meet() {
     }
 }
 
-/// TRAIN_TEST_TORCHRUN, or torchrun from PATH.
-fn torchrun() -> Option<PathBuf> {
-    let told = std::env::var_os("TRAIN_TEST_TORCHRUN").map(PathBuf::from);
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let found = || {
-        std::env::split_paths(&path)
-            .map(|dir| dir.join("torchrun"))
-            .find(|p| p.is_file())
-    };
-    let torchrun = told.or_else(found);
-    if torchrun.is_none() {
-        eprintln!("skipped: no torchrun in PATH or TRAIN_TEST_TORCHRUN");
-    }
-    torchrun
-}
-
 #[test]
 fn ranks_meet_under_torchrun() {
     let Some(torchrun) = torchrun() else { return };
@@ -816,23 +765,6 @@ fn ranks_meet_beside_a_store_that_does_not_answer() {
             &["torchrun's store does not answer", "all ranks reached"],
         );
     }
-}
-
-/// Whether this process may make network namespaces.
-fn can_make_namespaces() -> bool {
-    let name = format!("try{}", std::process::id());
-    let ip = |args: &[&str]| {
-        Command::new("ip")
-            .args(args)
-            .output()
-            .is_ok_and(|o| o.status.success())
-    };
-    let can = ip(&["netns", "add", &name]);
-    ip(&["netns", "del", &name]);
-    if !can {
-        eprintln!("skipped: no right to make network namespaces");
-    }
-    can
 }
 
 fn cluster() -> Command {

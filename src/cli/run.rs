@@ -3,12 +3,12 @@
 use std::path::PathBuf;
 
 use super::ConfigArgs;
-use crate::Result;
 use crate::comm::{self, Comm, Topology};
 use crate::config::Plan;
 use crate::launch::{self, LaunchFlags};
 use crate::metrics::logging;
 use crate::trainer::{self, Start};
+use crate::{Error, Result};
 
 /// Arguments of `train run`.
 #[derive(clap::Args)]
@@ -45,6 +45,12 @@ pub fn run(args: &RunArgs) -> Result<()> {
         num_nodes: launch.num_nodes,
         local_size: launch.local_size,
     };
+    if topology.world() != launch.world {
+        return Err(Error::Config(format!(
+            "{} ranks on {} nodes, of which this one has {}: every node needs the same number of ranks",
+            launch.world, topology.num_nodes, topology.local_size
+        )));
+    }
     let (path, sets) = (&args.config.config, &args.config.sets);
     let plan = Plan::load_for(path, sets, topology, launch.host_size)?;
     let start = if args.resume {

@@ -337,14 +337,55 @@ impl Comm {
             }
         }
         let message = self.from_lead(Purpose::Scalars, message)?;
-        match (own_error, message.split_first()) {
+        let result = match (own_error, message.split_first()) {
             (Some(error), _) => Err(error),
             (None, Some((0, value))) => Ok(value.to_vec()),
             (None, Some((status, text))) => {
-                Err(Error::of_lead(*status, &String::from_utf8_lossy(text)))
+                Err(Error::of_rank(0, *status, &String::from_utf8_lossy(text)))
             }
             (None, None) => Err(Error::Peer("rank 0 sent an empty message".into())),
+        };
+        result.map_err(|error| self.shared(error))
+    }
+
+    /// Every rank calls this with the result of its own work. One that failed fails all, with an
+    /// error of the same kind, so that all ranks end alike.
+    ///
+    /// # Errors
+    /// This rank's own, or that of the first rank that failed; as every collective.
+    pub fn agree<T>(&self, result: Result<T>) -> Result<T> {
+        /// Of a message; the rank that failed says all of it.
+        const LEN: usize = 1000;
+        let mut own = vec![0; 1 + LEN];
+        if let Err(error) = &result {
+            let message = error.to_string();
+            let message = &message.as_bytes()[..message.len().min(LEN)];
+            own[0] = error.exit_status();
+            own[1..=message.len()].copy_from_slice(message);
         }
+        let all = self.gather_bytes(Purpose::Scalars, own)?;
+        let others = all.chunks(1 + LEN).enumerate();
+        let failed = others.map(|(rank, said)| (rank, said[0], &said[1..]));
+        match (
+            result,
+            failed.into_iter().find(|(_, status, _)| *status != 0),
+        ) {
+            (Ok(value), None) => Ok(value),
+            (Err(error), _) => Err(self.shared(error)),
+            (Ok(_), Some((rank, status, message))) => {
+                let message = String::from_utf8_lossy(message);
+                let message = message.trim_end_matches('\0');
+                Err(self.shared(Error::of_rank(rank, status, message)))
+            }
+        }
+    }
+
+    /// Gives `error` back, which every rank has, once every rank has it: the first that ends must
+    /// not end the others with another.
+    pub fn shared(&self, error: Error) -> Error {
+        // What goes wrong here is later than the error.
+        let _ = self.any(false);
+        error
     }
 
     /// What was booked since the last call.

@@ -176,10 +176,15 @@ pub fn host(
         table.nodes.push(rank.node);
     }
     let reply = Reply::Table(table.clone());
-    for (rank, rank_arrived) in &mut arrived {
+    let told = arrived.iter_mut().try_for_each(|(rank, rank_arrived)| {
         frame::write(&mut rank_arrived.stream, &reply)
-            .map_err(|e| failed(&format!("rank {rank} left when all ranks had arrived"), e))?;
-    }
+            .map_err(|e| format!("rank {rank} left when all ranks had arrived: {e}"))
+    });
+    told.map_err(|reason| {
+        // Those that wait for the table would call again, and find nobody.
+        refuse_all(&mut arrived, &Reply::Failed(reason.clone()));
+        Error::Peer(reason)
+    })?;
     Ok(table)
 }
 

@@ -16,9 +16,7 @@ use crate::config::Plan;
 use crate::data::{self, Dataset, Sampler, Windows};
 use crate::metrics::logging;
 use crate::model::{Gpt, Unit};
-use crate::zero::{
-    Engine, EngineOptions, MicroBatch, PrecisionConfig, StepOutcome, same_everywhere,
-};
+use crate::zero::{Engine, EngineOptions, MicroBatch, PrecisionConfig, StepOutcome, same_or};
 use crate::{Error, Result, runtime};
 
 /// Whether the run may start in its folder; nothing is touched.
@@ -58,10 +56,13 @@ fn train_as_rank(plan: &Plan, start: &Start, comm: &Arc<Comm>) -> Result<()> {
     }
     let folder = RunFolder::at(plan);
     runtime::start_workers(plan.threads)?;
+    // No failures of a peer: starting again would not help.
+    let asked = Sha256::digest(plan.resolved_toml() + &format!("{start:?}"));
+    same_or(comm, "config and flags", &asked, Error::Config)?;
     // Everything that can be wrong with the input is found before an earlier run is deleted.
     let dataset = prepare(plan, comm)?;
-    let agreed = Sha256::digest(plan.resolved_toml() + &dataset.meta.hash);
-    same_everywhere(comm, "config or data", &agreed)?;
+    let found = Sha256::digest(&dataset.meta.hash);
+    same_or(comm, "the data", &found, Error::Data)?;
     // From here on there is something to save: until now a signal ends the process.
     let interrupt = Interrupt::listen();
     let mut trainer = Trainer::new(plan, &dataset, folder, start, comm)?;
@@ -81,9 +82,8 @@ fn prepare(plan: &Plan, comm: &Comm) -> Result<Dataset> {
             _ => true,
         };
         let work = || data::prepare(data, place.rank == 0);
-        if let Some(prepared) = comm.patiently((is_turn && dataset.is_none()).then_some(work))? {
-            dataset = Some(prepared?);
-        }
+        let prepared = comm.patiently((is_turn && dataset.is_none()).then_some(work))?;
+        dataset = comm.agree(prepared.transpose())?.or(dataset);
     }
     dataset.ok_or_else(|| Error::Data("no data was prepared".into()))
 }
@@ -163,12 +163,15 @@ impl<'a> Trainer<'a> {
         }
         engine.check_agreement()?;
 
+        let mut recorder = None;
         comm.lead(|| {
             folder.create(plan, start)?;
             if let Some(tokenizer) = &dataset.tokenizer {
                 tokenizer.save_as(&folder.path().join("tokenizer.json"))?;
             }
             logging::to_file(folder.path())?;
+            let step = position.step;
+            recorder = Some(Recorder::open(plan, &folder, vocab_size, step, resumes)?);
             Ok(Vec::new())
         })?;
         let mut trainer = Self {
@@ -177,16 +180,7 @@ impl<'a> Trainer<'a> {
             sampler,
             engine,
             comm: comm.clone(),
-            recorder: match comm.topology().rank {
-                0 => Some(Recorder::open(
-                    plan,
-                    &folder,
-                    vocab_size,
-                    position.step,
-                    resumes,
-                )?),
-                _ => None,
-            },
+            recorder,
             folder,
             position,
             saved_step: found.is_some().then_some(position.step),
@@ -367,10 +361,10 @@ impl<'a> Trainer<'a> {
         // The state is that of the last good step: keep it.
         self.save()?;
         self.finish()?;
-        Err(Error::Policy(format!(
+        Err(self.comm.shared(Error::Policy(format!(
             "{what}; {} holds the state before it: lower lr.peak or {remedy}, then --resume",
             self.folder.checkpoints().display()
-        )))
+        ))))
     }
 
     /// Mean loss on the validation split, recorded; `None` when a signal cut it short.

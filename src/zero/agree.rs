@@ -36,6 +36,14 @@ pub fn check_weights(states: &[UnitStates], gather: &mut Gather, comm: &Comm) ->
 /// # Errors
 /// [`Error::Peer`] naming `what` and the ranks that differ from rank 0.
 pub fn same_everywhere(comm: &Comm, what: &str, bytes: &[u8]) -> Result<()> {
+    same_or(comm, what, bytes, Error::Peer)
+}
+
+/// [`same_everywhere`], for bytes that differ by a person's mistake, which is of another kind.
+///
+/// # Errors
+/// `wrong` naming `what` and the ranks that differ from rank 0; as every collective.
+pub fn same_or(comm: &Comm, what: &str, bytes: &[u8], wrong: fn(String) -> Error) -> Result<()> {
     let all = comm.gather_bytes(Purpose::Agreement, bytes.to_vec())?;
     let differing: Vec<usize> = all
         .chunks(bytes.len().max(1))
@@ -45,10 +53,10 @@ pub fn same_everywhere(comm: &Comm, what: &str, bytes: &[u8]) -> Result<()> {
         .collect();
     match differing[..] {
         [] => Ok(()),
-        _ => Err(Error::Peer(format!(
+        _ => Err(comm.shared(wrong(format!(
             "{what} of ranks {differing:?} differ from rank 0's: every rank needs the same config, \
              data and program"
-        ))),
+        )))),
     }
 }
 

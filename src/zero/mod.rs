@@ -12,7 +12,7 @@ mod reduce;
 mod states;
 mod walk;
 
-pub use agree::same_everywhere;
+pub use agree::same_or;
 pub use config::{Precision, PrecisionConfig, ZeroConfig};
 pub use engine::{Engine, EngineOptions, MicroBatch, StepOutcome};
 pub use memory::Memory;

@@ -1,6 +1,8 @@
 //! A project folder with a small text and config, and the `train` binary run in it.
 #![allow(dead_code)] // every test binary uses a part
 
+pub mod processes;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -177,7 +179,7 @@ impl Project {
         lines.retain(|line| line["kind"] != "event");
         lines.iter_mut().for_each(|line| {
             let line = line.as_object_mut().unwrap();
-            for key in ["step_ms", "tokens_per_s", "tflops", "mfu", "memory"] {
+            for key in ["step_ms", "tokens_per_s", "tflops", "mfu", "memory", "comm"] {
                 line.remove(key);
             }
         });
@@ -207,8 +209,9 @@ pub fn ended(child: Child) -> Ended {
     ended
 }
 
-/// Sends `signal` ("INT") to `child` once it has finished `step_done` steps, and again `more` times, and
-/// waits for its end. The child cannot run far ahead: its output stays unread in a pipe.
+/// Sends `signal` ("INT") to `child` once it has finished `step_done` steps, and again `more` times, late
+/// enough to count, and waits for its end. The child cannot run far ahead: its output stays unread in a
+/// pipe.
 pub fn signal_after(mut child: Child, step_done: u64, signal: &str, more: usize) -> Ended {
     let mut stderr = BufReader::new(child.stderr.take().unwrap());
     let (mut text, mut line) = (String::new(), String::new());
@@ -229,6 +232,7 @@ pub fn signal_after(mut child: Child, step_done: u64, signal: &str, more: usize)
         if i < more {
             // The first one is known to have arrived when its message is out.
             while !text.contains("once more") && stderr.read_line(&mut text).unwrap() > 0 {}
+            std::thread::sleep(std::time::Duration::from_millis(1200));
         }
     }
     std::io::Read::read_to_string(&mut stderr, &mut text).unwrap();
