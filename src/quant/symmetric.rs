@@ -5,6 +5,9 @@
 //! scales. A block with a value that is not finite has a NaN scale and decodes to NaNs; one without
 //! anything above the smallest normal scale decodes to zeros.
 
+// `simd_kernel!` names an instruction set by a type, which bodies without a fused multiply-add ignore.
+#![allow(clippy::extra_unused_type_parameters)]
+
 use super::Codec;
 use crate::simd::Isa;
 use crate::simd::body::Arithmetic;
