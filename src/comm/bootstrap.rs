@@ -1,7 +1,7 @@
 //! From addresses to groups: connections between all ranks.
 
 use std::net::{SocketAddr, TcpListener};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -145,6 +145,7 @@ fn share_memory(
     let (region, decision) = if topology.rank == leader {
         let path = fresh_path();
         let region = Region::create(&path, size);
+        let file = region.is_ok().then(|| Unlinked(&path));
         let offer = match &region {
             Ok(_) => Ok(path.display().to_string()),
             Err(e) => Err(format!(
@@ -163,9 +164,7 @@ fn share_memory(
             }
         }
         // All have it open, or nobody will: the name is not needed any more.
-        if region.is_ok() {
-            let _ = std::fs::remove_file(&path);
-        }
+        drop(file);
         for rank in leader + 1..leader + size {
             write_frame(socket(rank), rank, &Frame::ShmDecision(decision.clone()))?;
         }
@@ -199,6 +198,15 @@ fn share_memory(
             }
             Ok(None)
         }
+    }
+}
+
+/// A file that is unlinked when this is dropped, by an error too.
+struct Unlinked<'a>(&'a Path);
+
+impl Drop for Unlinked<'_> {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(self.0);
     }
 }
 

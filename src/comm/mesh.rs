@@ -255,15 +255,16 @@ fn listen(shared: &Arc<Shared>, listener: &TcpListener, events: &Sender<Event>) 
     if let Err(e) = listener.set_nonblocking(true) {
         return note(format!("cannot listen: {e}"));
     }
+    let callers = &shared.callers;
     let most = 64 + Channel::ALL.len() * shared.topology.world();
     while !shared.stop.load(Ordering::Relaxed) {
         let mut watch = [Watch::new(listener.as_raw_fd(), true, false)];
         let _ = sys::poll(&mut watch, RETRY);
         while let Ok((stream, addr)) = listener.accept() {
-            if shared.callers.load(Ordering::Relaxed) >= most {
+            if callers.load(Ordering::Relaxed) >= most {
                 continue;
             }
-            shared.callers.fetch_add(1, Ordering::Relaxed);
+            callers.fetch_add(1, Ordering::Relaxed);
             let (shared, events) = (shared.clone(), events.clone());
             let heard = std::thread::Builder::new()
                 .name("accept".into())
@@ -281,6 +282,7 @@ fn listen(shared: &Arc<Shared>, listener: &TcpListener, events: &Sender<Event>) 
                     shared.callers.fetch_sub(1, Ordering::Relaxed);
                 });
             if let Err(e) = heard {
+                callers.fetch_sub(1, Ordering::Relaxed);
                 note(format!("cannot hear a caller: {e}"));
             }
         }
