@@ -154,10 +154,7 @@ impl Steps for Hierarchical {
     fn step_volume(&self, call: Call) -> LinkBytes {
         let (nodes, local_size) = (self.topology.num_nodes, self.topology.local_size);
         match call {
-            Call::AllGather { .. } => {
-                self.cross.step_volume(call) + times(self.local.step_volume(call), nodes)
-            }
-            Call::ReduceScatter { .. } => {
+            Call::AllGather { .. } | Call::ReduceScatter { .. } => {
                 self.cross.step_volume(call) + times(self.local.step_volume(call), nodes)
             }
             Call::AllToAll { recv_bytes } => {

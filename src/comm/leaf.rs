@@ -76,16 +76,14 @@ impl Members {
 
     /// `bytes` from the rank at `place`, by link.
     fn bytes_from(&self, place: usize, bytes: u64) -> LinkBytes {
-        if self.far[place] {
-            LinkBytes {
-                inter_bytes: bytes,
-                ..LinkBytes::default()
-            }
+        let (intra_bytes, inter_bytes) = if self.far[place] {
+            (0, bytes)
         } else {
-            LinkBytes {
-                intra_bytes: bytes,
-                ..LinkBytes::default()
-            }
+            (bytes, 0)
+        };
+        LinkBytes {
+            intra_bytes,
+            inter_bytes,
         }
     }
 }

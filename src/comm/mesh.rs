@@ -168,55 +168,42 @@ fn call(shared: &Shared, peer: usize, addr: SocketAddr, deadline: Instant, event
                 return;
             }
             let answer = greet(shared, peer, addr, channel, left);
-            let fatal = |why: String| {
-                let _ = events.send(Event::Fatal(why));
-            };
-            match answer {
-                Ok((stream, Some(Reply::Welcome))) => {
-                    if events
-                        .send(Event::Connected(channel, peer, stream))
-                        .is_err()
-                    {
-                        return;
-                    }
-                    break;
-                }
-                Ok((_, Some(Reply::Version(version)))) => {
-                    return fatal(format!(
-                        "rank {peer} at {addr} speaks version {version} of the protocol, this rank \
-                         {VERSION}: start the same build on every node"
-                    ));
-                }
-                Ok((_, Some(Reply::Token))) => {
-                    return fatal(format!(
-                        "rank {peer} at {addr} refused this rank: it belongs to another job, or to \
-                         another start of this one"
-                    ));
-                }
-                Ok((_, Some(Reply::Place))) => {
-                    return fatal(format!(
-                        "rank {peer} at {addr} expects no {channel:?} connection from rank {}: do \
-                         all ranks have the same topology?",
-                        shared.topology.rank
-                    ));
-                }
+            let me = shared.topology.rank;
+            let event = match answer {
+                Ok((stream, Some(Reply::Welcome))) => Event::Connected(channel, peer, stream),
+                Ok((_, Some(Reply::Version(version)))) => Event::Fatal(format!(
+                    "rank {peer} at {addr} speaks version {version} of the protocol, this rank \
+                     {VERSION}: start the same build on every node"
+                )),
+                Ok((_, Some(Reply::Token))) => Event::Fatal(format!(
+                    "rank {peer} at {addr} refused this rank: it belongs to another job, or to another \
+                     start of this one"
+                )),
+                Ok((_, Some(Reply::Place))) => Event::Fatal(format!(
+                    "rank {peer} at {addr} expects no {channel:?} connection from rank {me}: do all \
+                     ranks have the same topology?"
+                )),
                 Ok((_, Some(Reply::Options))) => {
-                    return fatal(format!(
-                        "rank {peer} has another comm.local than rank {}",
-                        shared.topology.rank
-                    ));
+                    Event::Fatal(format!("rank {peer} has another comm.local than rank {me}"))
                 }
-                Ok((_, None)) => {
-                    let what = format!("{addr} did not answer like rank {peer}");
-                    let _ = events.send(Event::Note(Some(peer), what));
-                    std::thread::sleep(RETRY);
-                }
-                Err(e) => {
-                    let what = format!("cannot reach rank {peer} at {addr}: {e}");
-                    let _ = events.send(Event::Note(Some(peer), what));
-                    std::thread::sleep(RETRY);
-                }
+                Ok((_, None)) => Event::Note(
+                    Some(peer),
+                    format!("{addr} did not answer like rank {peer}"),
+                ),
+                Err(e) => Event::Note(
+                    Some(peer),
+                    format!("cannot reach rank {peer} at {addr}: {e}"),
+                ),
+            };
+            let ends = matches!(event, Event::Fatal(_));
+            let retries = matches!(event, Event::Note(..));
+            if events.send(event).is_err() || ends {
+                return;
             }
+            if !retries {
+                break;
+            }
+            std::thread::sleep(RETRY);
         }
     }
 }
