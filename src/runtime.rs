@@ -79,6 +79,12 @@ pub fn num_cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
+/// Compute threads of each of `ranks_here` ranks on this machine unless told otherwise: an equal share
+/// of its cores. OMP_NUM_THREADS is not asked: torchrun sets it to 1 for PyTorch's sake.
+pub fn cores_each(ranks_here: usize) -> usize {
+    (num_cores() / ranks_here.max(1)).max(1)
+}
+
 /// Tells the allocator to keep freed memory and to ask for huge pages.
 ///
 /// By default mimalloc gives freed memory back after a few milliseconds, and the next step pays a
@@ -97,6 +103,13 @@ pub fn keep_freed_memory() {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ranks_share_the_cores() {
+        assert_eq!(cores_each(1), num_cores());
+        assert_eq!(cores_each(2), (num_cores() / 2).max(1));
+        assert_eq!(cores_each(10 * num_cores()), 1);
+    }
 
     #[test]
     fn every_worker_flushes_denormals() {

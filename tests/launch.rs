@@ -481,8 +481,24 @@ fn ragged_nodes_are_refused_on_every_rank() {
         rank("2", "0", "1", "1"),
     ];
     for ended in run_all(all) {
-        ended.is(2, &["nodes have [2, 1] ranks"]);
+        ended.is(
+            2,
+            &["WORLD_SIZE = 3", "the same number of ranks on every node"],
+        );
     }
+}
+
+#[test]
+fn a_place_is_printed_when_a_launcher_gave_it() {
+    let run_one = |env: &[(&str, &str)]| {
+        let mut command = train(&["run", "no such config.toml"]);
+        command.envs(env.iter().copied());
+        run(command)
+    };
+    let found = "ranks from torchrun: rank 0 of 1";
+    run_one(&[("RANK", "0"), ("WORLD_SIZE", "1")]).is(2, &[found]);
+    let alone = run_one(&[]).is(2, &[]);
+    assert!(!alone.stderr.contains("rank"), "{}", alone.stderr);
 }
 
 #[test]
@@ -569,7 +585,7 @@ fn wrong_command_lines_start_nothing() {
     for (args, parts) in [
         (
             &["--nproc-per-node", "2", "--", "bench", "optimizer"][..],
-            &["expected run, bench step or launch-check"][..],
+            &["expected run, sample, bench step or launch-check"][..],
         ),
         (
             &["--nproc-per-node", "2", "--", "run"],

@@ -97,14 +97,6 @@ fn torchrun_numbers_nodes_itself() {
 }
 
 #[test]
-fn torchruns_omp_num_threads_does_not_throttle() {
-    let launch = found(TORCHRUN);
-    assert_eq!(launch.default_threads(16), 8);
-    assert_eq!(launch.default_threads(1), 1);
-    assert_eq!(found(&[("OMP_NUM_THREADS", "1")]).default_threads(16), 16);
-}
-
-#[test]
 fn torchrun_variables_that_are_wrong_are_named() {
     for (change, parts) in [
         (("RANK", ""), ["WORLD_SIZE = \"8\"", "RANK is not"]),
@@ -155,6 +147,28 @@ fn torchrun_variables_that_are_wrong_are_named() {
 }
 
 #[test]
+fn nodes_of_different_sizes_are_refused() {
+    let parts = ["WORLD_SIZE = 3", "same number of ranks on every node"];
+    for (rank, local, size, node) in [
+        ("0", "0", "2", "0"),
+        ("1", "1", "2", "0"),
+        ("2", "0", "1", "1"),
+    ] {
+        let ragged = [
+            ("RANK", rank),
+            ("WORLD_SIZE", "3"),
+            ("LOCAL_RANK", local),
+            ("LOCAL_WORLD_SIZE", size),
+            ("GROUP_RANK", node),
+            ("GROUP_WORLD_SIZE", "2"),
+        ];
+        refused(&changed(TORCHRUN, &ragged), &parts);
+    }
+    let ragged = [("SLURM_NTASKS", "7"), ("SLURM_TASKS_PER_NODE", "4,3")];
+    refused(&changed(SRUN, &ragged), &["SLURM_NTASKS = 7", parts[1]]);
+}
+
+#[test]
 fn rank_and_world_size_alone_will_do_on_one_machine() {
     let env = [("RANK", "1"), ("WORLD_SIZE", "3"), ("MASTER_PORT", "1234")];
     let launch = found(&changed(&env, &[("MASTER_ADDR", "127.0.0.1")]));
@@ -171,7 +185,7 @@ fn rank_and_world_size_alone_will_do_on_one_machine() {
 }
 
 #[test]
-fn train_launch_is_torchrun_with_its_own_name_and_secret_door() {
+fn train_launch_is_torchrun_with_its_own_name_secret_and_socket() {
     let own = [
         ("TRAIN_LAUNCHER_PID", "77"),
         ("TRAIN_RUN_ID", "mine"),
@@ -458,7 +472,6 @@ fn emulated_nodes_split_the_ranks() {
         [5, 6, 1]
     );
     assert!(launch.to_string().contains("node 2 of 3 (emulated)"));
-    assert_eq!(launch.default_threads(12), 2);
     let passed_on = changed(&env, &[("TRAIN_EMULATE_NODES", "2")]);
     assert_eq!(place(&found(&passed_on)), [5, 6, 2, 3, 1, 2]);
     assert_eq!(emulate(6, &passed_on).unwrap().num_nodes, 6);
@@ -497,7 +510,7 @@ proptest! {
             prop_assert!(launch.rank < launch.world && launch.node < launch.num_nodes);
             prop_assert!(launch.local_rank < launch.local_size && launch.host_rank < launch.host_size);
             prop_assert_eq!(launch.master.is_some(), launch.world > 1);
-            prop_assert!(launch.default_threads(4) >= 1);
+            prop_assert_eq!(launch.host_size * launch.num_hosts, launch.world);
             let _ = launch.to_string();
         }
     }

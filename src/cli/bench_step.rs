@@ -80,8 +80,7 @@ pub fn bench(args: &StepArgs) -> Result<()> {
     for shape in &mut shapes {
         shape.unit_normal_embedding |= args.unit_normal_embedding;
     }
-    let cores = runtime::num_cores();
-    let threads = args.threads.unwrap_or(launch.default_threads(cores));
+    let threads = (args.threads).unwrap_or_else(|| runtime::cores_each(launch.host_size));
     runtime::start_workers(threads)?;
     let comm = Arc::new(match launch::join(&launch, CommOptions::default())? {
         Some(bootstrap) => Comm::new(comm::connect(bootstrap)?)?,

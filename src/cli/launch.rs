@@ -51,7 +51,7 @@ pub struct LaunchArgs {
     /// What tells this job from others at the same address; the same on every machine.
     #[arg(long, value_name = "ID")]
     run_id: Option<String>,
-    /// What every rank does: `run CONFIG ...`, `bench step ...` or `launch-check`.
+    /// What every rank does: `run CONFIG ...`, `sample RUN ...`, `bench step ...` or `launch-check`.
     #[arg(last = true, required = true, value_name = "COMMAND")]
     command: Vec<OsString>,
 }
@@ -126,7 +126,7 @@ fn check_command(args: &LaunchArgs) -> Result<()> {
     let parsed = Args::try_parse_from(words)
         .map_err(|e| Error::Config(format!("the command after `--`: {}", e.render())))?;
     match parsed.command {
-        Command::LaunchCheck(_) => {}
+        Command::LaunchCheck(_) | Command::Sample(_) => {}
         // Before the first checkpoint a restart could not tell an old run from this one, or would start
         // from random weights.
         Command::Run(_) if args.max_restarts > 0 => {
@@ -151,7 +151,7 @@ fn check_command(args: &LaunchArgs) -> Result<()> {
         Command::Bench(bench) if bench.runs_on_ranks() => {}
         _ => {
             return Err(Error::Config(format!(
-                "the command after `--` is {:?}: expected run, bench step or launch-check",
+                "the command after `--` is {:?}: expected run, sample, bench step or launch-check",
                 args.command[0]
             )));
         }

@@ -75,7 +75,7 @@ pub fn launch_check(args: &LaunchCheckArgs) -> Result<()> {
         }
     };
     let cores = runtime::num_cores();
-    let threads = launch.default_threads(cores);
+    let threads = runtime::cores_each(launch.host_size);
     let _ = writeln!(
         text,
         "; {threads} of {cores} cores, restart {}, process {}",

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use super::ConfigArgs;
 use crate::comm::{self, Comm, Topology};
 use crate::config::Plan;
-use crate::launch::{self, LaunchFlags};
+use crate::launch::{self, LaunchFlags, Source};
 use crate::metrics::logging;
 use crate::trainer::{self, Start};
 use crate::{Error, Result};
@@ -34,8 +34,9 @@ pub fn run(args: &RunArgs) -> Result<()> {
     if launch.rank > 0 {
         logging::only_warnings();
     }
-    if launch.world > 1 {
-        tracing::info!("{launch}");
+    match launch.source {
+        Source::Single => tracing::debug!("{launch}"),
+        _ => tracing::info!("{launch}"),
     }
     if let Some(note) = &launch.note {
         tracing::warn!("{note}");

@@ -32,7 +32,7 @@ pub struct SampleArgs {
     /// Seed of the draws.
     #[arg(long, default_value_t = 1337)]
     seed: u64,
-    /// Compute threads; all cores when absent.
+    /// Compute threads of a rank; its share of the machine's cores when absent.
     #[arg(long, value_parser = num_threads())]
     threads: Option<usize>,
     #[command(flatten)]
@@ -73,7 +73,7 @@ pub fn sample(args: &SampleArgs) -> Result<()> {
         ));
     }
     let launch = launch::discover(&args.launch)?;
-    let threads = launch.default_threads(runtime::num_cores());
+    let threads = runtime::cores_each(launch.host_size);
     runtime::start_workers(args.threads.unwrap_or(threads))?;
     let comm = match launch::join(&launch, CommOptions::default())? {
         Some(bootstrap) => Comm::new(comm::connect(bootstrap)?)?,

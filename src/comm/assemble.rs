@@ -4,9 +4,9 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::call_id::Scope;
 use super::health::Health;
 use super::hierarchical::Hierarchical;
-use super::label::Scope;
 use super::leaf::{Leaf, Members, Transport};
 use super::shm::{Region, Shm};
 use super::steps::Steps;

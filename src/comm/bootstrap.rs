@@ -1,7 +1,7 @@
 //! From addresses to groups: connections between all ranks.
 
 use std::net::{SocketAddr, TcpListener};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -9,6 +9,7 @@ use super::assemble::{Builder, Leaves};
 use super::frame::Frame;
 use super::handshake::Channel;
 use super::health::{Health, Peers};
+use super::leaf::Members;
 use super::mesh::{self, Mesh, read_frame, write_frame};
 use super::shm::{Region, Shm};
 use super::sys;
@@ -71,29 +72,19 @@ pub fn connect(bootstrap: Bootstrap) -> Result<Groups> {
     let mut mesh = mesh::connect(bootstrap, deadline)?;
     let local = share_memory(topology, options.local, &mesh, deadline)?;
     let refused = |e| Error::Peer(format!("cannot set up connections: {e}"));
-    let mut tcp = |channel, ranks: Vec<usize>| {
-        let streams = mesh.take(channel, ranks);
-        Tcp::new(streams).map_err(refused)
+    let mut tcp = |channel, is_needed: bool, members: Members| {
+        let tcp = || Tcp::new(mesh.take(channel, members.ranks)).map_err(refused);
+        is_needed.then(tcp).transpose()
     };
-    let node = topology.node() * topology.local_size;
-    let local_tcp = match &local {
-        None if topology.local_size > 1 => {
-            let ranks = (node..node + topology.local_size).collect();
-            Some(tcp(Channel::Local, ranks)?)
-        }
-        _ => None,
-    };
-    let cross = match topology.num_nodes {
-        1 => None,
-        _ => {
-            let ranks = (topology.local_rank()..topology.world()).step_by(topology.local_size);
-            Some(tcp(Channel::Cross, ranks.collect())?)
-        }
-    };
-    let direct = match topology.num_nodes > 1 && topology.local_size > 1 {
-        true => Some(tcp(Channel::Direct, (0..topology.world()).collect())?),
-        false => None,
-    };
+    let (nodes, local_ranks) = (topology.num_nodes > 1, topology.local_size > 1);
+    let over_tcp = local_ranks && local.is_none();
+    let local_tcp = tcp(Channel::Local, over_tcp, Members::local(topology))?;
+    let cross = tcp(Channel::Cross, nodes, Members::cross(topology))?;
+    let direct = tcp(
+        Channel::Direct,
+        nodes && local_ranks,
+        Members::world(topology),
+    )?;
     let control = mesh.take(Channel::Control, (0..topology.world()).collect());
     for socket in control.iter().flatten() {
         socket.set_nonblocking(true).map_err(refused)?;
@@ -145,6 +136,7 @@ fn share_memory(
     let (region, decision) = if topology.rank == leader {
         let path = fresh_path();
         let region = Region::create(&path, size);
+        let file = region.is_ok().then(|| Unlinked(&path));
         let offer = match &region {
             Ok(_) => Ok(path.display().to_string()),
             Err(e) => Err(format!(
@@ -163,9 +155,7 @@ fn share_memory(
             }
         }
         // All have it open, or nobody will: the name is not needed any more.
-        if region.is_ok() {
-            let _ = std::fs::remove_file(&path);
-        }
+        drop(file);
         for rank in leader + 1..leader + size {
             write_frame(socket(rank), rank, &Frame::ShmDecision(decision.clone()))?;
         }
@@ -199,6 +189,15 @@ fn share_memory(
             }
             Ok(None)
         }
+    }
+}
+
+/// A file that is unlinked when this is dropped, by an error too.
+struct Unlinked<'a>(&'a Path);
+
+impl Drop for Unlinked<'_> {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(self.0);
     }
 }
 

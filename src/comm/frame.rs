@@ -12,6 +12,8 @@ pub(super) enum Frame {
     Goodbye,
     /// The job has failed; why.
     Abort(String),
+    /// The sender waits for these ranks, or no longer for any.
+    Waits(Vec<u32>),
     /// Local rank 0 made shared memory: the file to open, or why it could not.
     ShmOffer(Result<String, String>),
     /// The answer: mapped, or why not.
@@ -23,6 +25,10 @@ pub(super) enum Frame {
 impl Frame {
     pub(super) fn encode(&self) -> Vec<u8> {
         let (kind, text) = match self {
+            Frame::Waits(waits_for) => {
+                let ranks: Vec<u8> = waits_for.iter().flat_map(|r| r.to_le_bytes()).collect();
+                return frame(9, &ranks[..ranks.len().min(MAX_CONTENT)]);
+            }
             Frame::Goodbye => (1, ""),
             Frame::Abort(cause) => (2, cause.as_str()),
             Frame::ShmOffer(Ok(name)) => (3, name.as_str()),
@@ -32,14 +38,10 @@ impl Frame {
             Frame::ShmDecision(Ok(())) => (7, ""),
             Frame::ShmDecision(Err(why)) => (8, why.as_str()),
         };
-        let mut end = text.len().min(MAX_CONTENT);
-        while !text.is_char_boundary(end) {
-            end -= 1;
-        }
-        let mut bytes = vec![kind];
-        bytes.extend((end as u32).to_le_bytes());
-        bytes.extend(&text.as_bytes()[..end]);
-        bytes
+        frame(
+            kind,
+            &text.as_bytes()[..text.floor_char_boundary(MAX_CONTENT)],
+        )
     }
 
     /// The frame at the start of `bytes` and its length; `Ok(None)` when more bytes are needed.
@@ -51,7 +53,7 @@ impl Frame {
             return Ok(None);
         };
         let len = u32::from_le_bytes([l0, l1, l2, l3]) as usize;
-        if !(1..=8).contains(&kind) {
+        if !(1..=9).contains(&kind) {
             return Err(format!("a control frame of unknown kind {kind}"));
         }
         if len > MAX_CONTENT {
@@ -60,6 +62,13 @@ impl Frame {
         let Some(content) = rest.get(..len) else {
             return Ok(None);
         };
+        if kind == 9 {
+            let (ranks, []) = content.as_chunks() else {
+                return Err(format!("a control frame of {len} bytes of ranks"));
+            };
+            let ranks = ranks.iter().map(|r| u32::from_le_bytes(*r)).collect();
+            return Ok(Some((Frame::Waits(ranks), PREFIX + len)));
+        }
         let text = std::str::from_utf8(content)
             .map_err(|_| "a control frame that is not UTF-8".to_owned())?
             .to_owned();
@@ -80,6 +89,13 @@ impl Frame {
     }
 }
 
+fn frame(kind: u8, content: &[u8]) -> Vec<u8> {
+    let mut bytes = vec![kind];
+    bytes.extend((content.len() as u32).to_le_bytes());
+    bytes.extend(content);
+    bytes
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -91,6 +107,7 @@ mod tests {
         for frame in [
             Frame::Goodbye,
             Frame::Abort("rank 3 stopped: ünrühig".into()),
+            Frame::Waits(vec![3, 70_000]),
             Frame::ShmOffer(Ok("name".into())),
             Frame::ShmAnswer(Err("no".into())),
             Frame::ShmDecision(Ok(())),

@@ -4,9 +4,10 @@
 //! rank that finds it tells the others. Waiting collectives look here every [`WAIT_SLICE`].
 
 use std::fmt::Display;
+use std::io::Write;
 use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use super::frame::Frame;
@@ -18,7 +19,8 @@ pub(super) const WAIT_SLICE: Duration = Duration::from_millis(20);
 /// Done, or the cause of failure in words.
 pub(super) type Outcome = std::result::Result<(), String>;
 
-/// How long what a rank sent before it left, or why it died, may still be on its way.
+/// How long what a rank sent before it left, or why it died, may still be on its way; after it, a rank
+/// says for whom it waits.
 const GRACE: Duration = Duration::from_millis(500);
 
 /// How a rank tells the others.
@@ -36,6 +38,8 @@ pub(super) struct Health {
     failed: AtomicBool,
     /// By rank: said goodbye.
     left: Vec<AtomicBool>,
+    /// By rank: for whom it has been waiting for a while, as it said.
+    waits: Mutex<Vec<Vec<u32>>>,
     peers: Peers,
 }
 
@@ -46,6 +50,7 @@ impl Health {
             cause: OnceLock::new(),
             failed: AtomicBool::new(false),
             left: (0..world).map(|_| AtomicBool::new(false)).collect(),
+            waits: Mutex::new(vec![Vec::new(); world]),
             peers,
         }
     }
@@ -82,16 +87,7 @@ impl Health {
     /// Notes `cause` unless there is one already, tells the others, and returns the first as an error.
     pub(super) fn fail(&self, cause: &str) -> Error {
         if self.note(cause) {
-            match &self.peers {
-                Peers::Threads(peers) => {
-                    for peer in peers.get().into_iter().flatten() {
-                        if let Some(peer) = peer.upgrade() {
-                            peer.note(cause);
-                        }
-                    }
-                }
-                Peers::Sockets(_) => self.send(&Frame::Abort(cause.to_owned())),
-            }
+            self.tell(&Frame::Abort(cause.to_owned()));
         }
         // Set either way: `note` returns after the first cause is stored.
         Error::Peer(self.cause.get().map_or(cause, |first| first).to_owned())
@@ -105,23 +101,51 @@ impl Health {
     /// Tells the others that this rank is done: in an orderly way, or why not, in case they do not
     /// know yet.
     pub(super) fn goodbye(&self) {
-        match (&self.peers, self.cause()) {
-            (Peers::Threads(peers), None) => {
-                for peer in peers.get().into_iter().flatten() {
-                    if let Some(peer) = peer.upgrade() {
-                        peer.note_left(self.rank);
-                    }
-                }
-            }
-            (Peers::Threads(_), Some(_)) => {}
-            (Peers::Sockets(_), None) => self.send(&Frame::Goodbye),
-            (Peers::Sockets(_), Some(cause)) => self.send(&Frame::Abort(cause.to_owned())),
-        }
+        self.tell(&match self.cause() {
+            None => Frame::Goodbye,
+            Some(cause) => Frame::Abort(cause.to_owned()),
+        });
     }
 
-    /// Notes that `rank` said goodbye.
-    pub(super) fn note_left(&self, rank: usize) {
-        self.left[rank].store(true, Ordering::Release);
+    /// Takes note of what `rank` says; false when that is nothing for running collectives.
+    pub(super) fn hear(&self, rank: usize, frame: &Frame) -> bool {
+        match frame {
+            Frame::Goodbye => self.left[rank].store(true, Ordering::Release),
+            // Its sender has told everybody.
+            Frame::Abort(cause) => drop(self.note(cause)),
+            Frame::Waits(ranks) => self.waits()[rank].clone_from(ranks),
+            _ => return false,
+        }
+        true
+    }
+
+    fn waits(&self) -> MutexGuard<'_, Vec<Vec<u32>>> {
+        self.waits.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Who keeps `missing` from coming: where one of them waits for others itself, these. All of
+    /// `missing` when everybody waits for somebody.
+    fn at_fault(&self, missing: &[usize]) -> Vec<usize> {
+        let waits = self.waits();
+        let mut chain = missing.to_vec();
+        let mut at = 0;
+        while let Some(&rank) = chain.get(at) {
+            for &next in waits.get(rank).into_iter().flatten() {
+                if !chain.contains(&(next as usize)) {
+                    chain.push(next as usize);
+                }
+            }
+            at += 1;
+        }
+        let is_idle =
+            |rank: &usize| *rank != self.rank && waits.get(*rank).is_some_and(Vec::is_empty);
+        chain.retain(is_idle);
+        chain.sort_unstable();
+        if chain.is_empty() {
+            missing.to_vec()
+        } else {
+            chain
+        }
     }
 
     /// Whether `rank` said goodbye.
@@ -156,14 +180,20 @@ impl Health {
         )
     }
 
-    /// Sends `frame` on every control connection. They do not block, and frames are small: a peer
-    /// that takes none any more is dead or will be found so.
-    fn send(&self, frame: &Frame) {
-        use std::io::Write;
-        if let Peers::Sockets(sockets) = &self.peers {
-            let bytes = frame.encode();
-            for mut socket in sockets.iter().flatten() {
-                let _ = socket.write_all(&bytes);
+    /// Tells the others. Control connections do not block, and frames are small: a peer that takes none
+    /// any more is dead or will be found so.
+    fn tell(&self, frame: &Frame) {
+        match &self.peers {
+            Peers::Threads(peers) => {
+                for peer in peers.get().into_iter().flatten().filter_map(Weak::upgrade) {
+                    peer.hear(self.rank, frame);
+                }
+            }
+            Peers::Sockets(sockets) => {
+                let bytes = frame.encode();
+                for mut socket in sockets.iter().flatten() {
+                    let _ = socket.write_all(&bytes);
+                }
             }
         }
     }
@@ -182,6 +212,8 @@ pub(super) struct Patience<'a> {
     health: &'a Health,
     timeout: Duration,
     since: Option<Instant>,
+    /// Whether the others have been told for whom this rank waits.
+    has_told: bool,
 }
 
 impl<'a> Patience<'a> {
@@ -190,12 +222,16 @@ impl<'a> Patience<'a> {
             health,
             timeout,
             since: None,
+            has_told: false,
         }
     }
 
     /// Something moved.
     pub(super) fn reset(&mut self) {
         self.since = None;
+        if std::mem::take(&mut self.has_told) {
+            self.health.tell(&Frame::Waits(Vec::new()));
+        }
     }
 
     /// Called when nothing moves, with the call's name and those it waits for.
@@ -212,22 +248,39 @@ impl<'a> Patience<'a> {
         }
         let now = Instant::now();
         let waited = now - *self.since.get_or_insert(now);
-        if waited < self.timeout.min(GRACE) {
+        if waited < GRACE.min(self.timeout / 2) {
             return Ok(());
         }
-        let gone = |rank: &usize| self.health.has_left(*rank);
-        if let Some(rank) = missing().into_iter().find(gone) {
-            return Err(self.health.ended(rank, call));
+        let missing = missing();
+        let gone = |rank: &&usize| self.health.has_left(**rank);
+        if let Some(rank) = missing.iter().find(gone) {
+            return Err(self.health.ended(*rank, call));
+        }
+        if !self.has_told {
+            self.has_told = true;
+            let missing = missing.iter().map(|rank| *rank as u32).collect();
+            self.health.tell(&Frame::Waits(missing));
         }
         if waited < self.timeout {
             return Ok(());
         }
-        Err(format!(
+        let at_fault = self.health.at_fault(&missing);
+        let mut cause = format!(
             "rank {} waited {} s in {call} for {}",
             self.health.rank,
             self.timeout.as_secs_f64(),
-            ranks(&missing())
-        ))
+            ranks(&at_fault)
+        );
+        if at_fault != missing {
+            cause += &format!(" (by way of {})", ranks(&missing));
+        }
+        Err(cause)
+    }
+}
+
+impl Drop for Patience<'_> {
+    fn drop(&mut self) {
+        self.reset();
     }
 }
 
@@ -236,4 +289,40 @@ pub(super) fn ranks(ranks: &[usize]) -> String {
     let list: Vec<String> = ranks.iter().map(usize::to_string).collect();
     let plural = if ranks.len() == 1 { "" } else { "s" };
     format!("rank{plural} {}", list.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_timeout_names_who_waits_for_nobody() {
+        let ranks = Health::threads(4);
+        let long = Duration::from_secs(60);
+        let timeout = Duration::from_millis(200);
+        // Rank 0's clock is over first, and rank 1 is no more to blame than rank 0.
+        let mut patience = [
+            Patience::new(&ranks[0], timeout),
+            Patience::new(&ranks[1], long),
+        ];
+        let start = Instant::now();
+        let cause = loop {
+            let first = patience[0].check(&"barrier", || vec![1]);
+            if let Err(cause) = first {
+                break cause;
+            }
+            assert!(start.elapsed() < long);
+            patience[1].since = Some(start - GRACE);
+            patience[1].check(&"barrier", || vec![3]).unwrap();
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        assert_eq!(
+            cause,
+            "rank 0 waited 0.2 s in barrier for rank 3 (by way of rank 1)"
+        );
+        // Once rank 1 goes on it is named again.
+        patience[1].reset();
+        let cause = patience[0].check(&"barrier", || vec![1]).unwrap_err();
+        assert!(cause.ends_with("for rank 1"), "{cause}");
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::label::{Label, Scope};
+use super::call_id::{CallId, Scope};
 use super::steps::{Steps, first};
 use super::{Call, LinkBytes, ReduceOp, Topology};
 use crate::Result;
@@ -77,24 +77,30 @@ impl Steps for Hierarchical {
     }
 
     /// Across nodes, then each node's pieces inside the node.
-    fn gather(&self, label: Label, send: &[u8], recv: &mut [u8]) -> Result<()> {
+    fn all_gather_step(&self, id: CallId, send: &[u8], recv: &mut [u8]) -> Result<()> {
         let (piece, nodes) = (send.len(), self.topology.num_nodes);
         let mut bytes = Self::lock(&self.node_pieces);
         let bytes = &mut *bytes;
         bytes.resize(bytes.len().max(piece * nodes), 0);
         let mine = &mut bytes[..piece * nodes];
-        self.cross.gather(label, send, mine)?;
+        self.cross.all_gather_step(id, send, mine)?;
         let node_bytes = piece * self.topology.local_size;
         for node in 0..nodes {
             let mine = &mine[node * piece..(node + 1) * piece];
             let run = &mut recv[node * node_bytes..(node + 1) * node_bytes];
-            self.local.gather(label, mine, run)?;
+            self.local.all_gather_step(id, mine, run)?;
         }
         Ok(())
     }
 
     /// Each node's pieces inside the node, then across nodes.
-    fn scatter(&self, label: Label, op: ReduceOp, send: &[f32], recv: &mut [f32]) -> Result<()> {
+    fn reduce_scatter_step(
+        &self,
+        id: CallId,
+        op: ReduceOp,
+        send: &[f32],
+        recv: &mut [f32],
+    ) -> Result<()> {
         let (piece, nodes) = (recv.len(), self.topology.num_nodes);
         let mut values = Self::lock(&self.partial_sums);
         let mine = first(&mut values, piece * nodes);
@@ -102,16 +108,16 @@ impl Steps for Hierarchical {
         for node in 0..nodes {
             let run = &send[node * node_values..(node + 1) * node_values];
             let mine = &mut mine[node * piece..(node + 1) * piece];
-            self.local.scatter(label, op, run, mine)?;
+            self.local.reduce_scatter_step(id, op, run, mine)?;
         }
-        self.cross.scatter(label, op, mine, recv)
+        self.cross.reduce_scatter_step(id, op, mine, recv)
     }
 
     /// Inside the node over the local group, between nodes directly.
-    fn exchange(&self, label: Label, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Result<()> {
+    fn all_to_all_step(&self, id: CallId, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Result<()> {
         let node = self.node();
         self.local
-            .exchange(label, &send[node.clone()], &mut recv[node.clone()])?;
+            .all_to_all_step(id, &send[node.clone()], &mut recv[node.clone()])?;
         let send: Vec<&[u8]> = (send.iter().enumerate())
             .map(|(rank, piece)| if node.contains(&rank) { &[] } else { *piece })
             .collect();
@@ -121,11 +127,11 @@ impl Steps for Hierarchical {
                 false => &mut **piece,
             })
             .collect();
-        self.direct.exchange(label, &send, &mut recv)
+        self.direct.all_to_all_step(id, &send, &mut recv)
     }
 
     /// To the root's peer on each node, then inside the nodes.
-    fn spread(&self, label: Label, data: &mut [u8], root: usize) -> Result<()> {
+    fn broadcast_step(&self, id: CallId, data: &mut [u8], root: usize) -> Result<()> {
         let (node, local) = (
             root / self.topology.local_size,
             root % self.topology.local_size,
@@ -136,9 +142,9 @@ impl Steps for Hierarchical {
         } else {
             &mut []
         };
-        self.local.spread(label, &mut [], local)?;
-        self.cross.spread(label, ahead, node)?;
-        self.local.spread(label, data, local)
+        self.local.broadcast_step(id, &mut [], local)?;
+        self.cross.broadcast_step(id, ahead, node)?;
+        self.local.broadcast_step(id, data, local)
     }
 
     fn scratch(&self) -> MutexGuard<'_, Vec<f32>> {
@@ -148,10 +154,7 @@ impl Steps for Hierarchical {
     fn step_volume(&self, call: Call) -> LinkBytes {
         let (nodes, local_size) = (self.topology.num_nodes, self.topology.local_size);
         match call {
-            Call::AllGather { .. } => {
-                self.cross.step_volume(call) + times(self.local.step_volume(call), nodes)
-            }
-            Call::ReduceScatter { .. } => {
+            Call::AllGather { .. } | Call::ReduceScatter { .. } => {
                 self.cross.step_volume(call) + times(self.local.step_volume(call), nodes)
             }
             Call::AllToAll { recv_bytes } => {

@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use super::call_id::{CallId, Header, Scope};
 use super::health::{Health, Outcome, Patience};
-use super::label::{Header, Label, Scope};
 use super::steps::Steps;
 use super::{Call, LinkBytes, ReduceOp, Topology};
 use crate::{Error, Result};
@@ -18,13 +18,19 @@ pub(super) trait Transport: Send {
     /// Bytes of a header that count as received.
     const HEADER_BYTES: u64;
 
-    fn gather(&mut self, cx: &Context, send: &[u8], recv: &mut [u8]) -> Outcome;
+    fn all_gather(&mut self, cx: &Context, send: &[u8], recv: &mut [u8]) -> Outcome;
 
-    fn scatter(&mut self, cx: &Context, op: ReduceOp, send: &[f32], recv: &mut [f32]) -> Outcome;
+    fn reduce_scatter(
+        &mut self,
+        cx: &Context,
+        op: ReduceOp,
+        send: &[f32],
+        recv: &mut [f32],
+    ) -> Outcome;
 
-    fn exchange(&mut self, cx: &Context, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Outcome;
+    fn all_to_all(&mut self, cx: &Context, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Outcome;
 
-    fn spread(&mut self, cx: &Context, data: &mut [u8], root: usize) -> Outcome;
+    fn broadcast(&mut self, cx: &Context, data: &mut [u8], root: usize) -> Outcome;
 }
 
 /// Who is in a group.
@@ -70,16 +76,14 @@ impl Members {
 
     /// `bytes` from the rank at `place`, by link.
     fn bytes_from(&self, place: usize, bytes: u64) -> LinkBytes {
-        if self.far[place] {
-            LinkBytes {
-                inter_bytes: bytes,
-                ..LinkBytes::default()
-            }
+        let (intra_bytes, inter_bytes) = if self.far[place] {
+            (0, bytes)
         } else {
-            LinkBytes {
-                intra_bytes: bytes,
-                ..LinkBytes::default()
-            }
+            (bytes, 0)
+        };
+        LinkBytes {
+            intra_bytes,
+            inter_bytes,
         }
     }
 }
@@ -127,7 +131,7 @@ impl<'a> Context<'a> {
     /// Why the connection to the rank at `place` ended.
     pub(super) fn lost(&self, place: usize, what: &str) -> String {
         let rank = self.members.ranks[place];
-        self.health.why_lost(rank, &self.header.label, what)
+        self.health.why_lost(rank, &self.header.id, what)
     }
 }
 
@@ -174,7 +178,7 @@ impl<T: Transport> Leaf<T> {
         &self.received[usize::from(scope != self.scope)]
     }
 
-    fn step(&self, label: Label, run: impl FnOnce(&mut T, &Context) -> Outcome) -> Result<()> {
+    fn step(&self, id: CallId, run: impl FnOnce(&mut T, &Context) -> Outcome) -> Result<()> {
         let mut inner = match self.inner.lock() {
             Ok(inner) => inner,
             Err(_) => {
@@ -188,7 +192,7 @@ impl<T: Transport> Leaf<T> {
         inner.sequence += 1;
         let header = Header {
             sequence: inner.sequence,
-            label,
+            id,
             payload: 0,
         };
         let context = Context {
@@ -196,7 +200,7 @@ impl<T: Transport> Leaf<T> {
             header,
             health: &self.health,
             timeout: self.timeout,
-            counter: self.counter(label.scope),
+            counter: self.counter(id.scope),
         };
         run(&mut inner.transport, &context).map_err(|cause| self.health.fail(&cause))
     }
@@ -219,22 +223,28 @@ impl<T: Transport> Steps for Leaf<T> {
         self.scope
     }
 
-    fn gather(&self, label: Label, send: &[u8], recv: &mut [u8]) -> Result<()> {
-        self.step(label, |t, cx| t.gather(cx, send, recv))
+    fn all_gather_step(&self, id: CallId, send: &[u8], recv: &mut [u8]) -> Result<()> {
+        self.step(id, |t, cx| t.all_gather(cx, send, recv))
     }
 
-    fn scatter(&self, label: Label, op: ReduceOp, send: &[f32], recv: &mut [f32]) -> Result<()> {
-        self.step(label, |t, cx| t.scatter(cx, op, send, recv))
+    fn reduce_scatter_step(
+        &self,
+        id: CallId,
+        op: ReduceOp,
+        send: &[f32],
+        recv: &mut [f32],
+    ) -> Result<()> {
+        self.step(id, |t, cx| t.reduce_scatter(cx, op, send, recv))
     }
 
-    fn exchange(&self, label: Label, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Result<()> {
+    fn all_to_all_step(&self, id: CallId, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Result<()> {
         let me = self.members.me;
         assert_eq!(send[me].len(), recv[me].len(), "all_to_all: own piece");
-        self.step(label, |t, cx| t.exchange(cx, send, recv))
+        self.step(id, |t, cx| t.all_to_all(cx, send, recv))
     }
 
-    fn spread(&self, label: Label, data: &mut [u8], root: usize) -> Result<()> {
-        self.step(label, |t, cx| t.spread(cx, data, root))
+    fn broadcast_step(&self, id: CallId, data: &mut [u8], root: usize) -> Result<()> {
+        self.step(id, |t, cx| t.broadcast(cx, data, root))
     }
 
     fn scratch(&self) -> MutexGuard<'_, Vec<f32>> {

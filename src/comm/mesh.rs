@@ -168,55 +168,42 @@ fn call(shared: &Shared, peer: usize, addr: SocketAddr, deadline: Instant, event
                 return;
             }
             let answer = greet(shared, peer, addr, channel, left);
-            let fatal = |why: String| {
-                let _ = events.send(Event::Fatal(why));
-            };
-            match answer {
-                Ok((stream, Some(Reply::Welcome))) => {
-                    if events
-                        .send(Event::Connected(channel, peer, stream))
-                        .is_err()
-                    {
-                        return;
-                    }
-                    break;
-                }
-                Ok((_, Some(Reply::Version(version)))) => {
-                    return fatal(format!(
-                        "rank {peer} at {addr} speaks version {version} of the protocol, this rank \
-                         {VERSION}: start the same build on every node"
-                    ));
-                }
-                Ok((_, Some(Reply::Token))) => {
-                    return fatal(format!(
-                        "rank {peer} at {addr} refused this rank: it belongs to another job, or to \
-                         another start of this one"
-                    ));
-                }
-                Ok((_, Some(Reply::Place))) => {
-                    return fatal(format!(
-                        "rank {peer} at {addr} expects no {channel:?} connection from rank {}: do \
-                         all ranks have the same topology?",
-                        shared.topology.rank
-                    ));
-                }
+            let me = shared.topology.rank;
+            let event = match answer {
+                Ok((stream, Some(Reply::Welcome))) => Event::Connected(channel, peer, stream),
+                Ok((_, Some(Reply::Version(version)))) => Event::Fatal(format!(
+                    "rank {peer} at {addr} speaks version {version} of the protocol, this rank \
+                     {VERSION}: start the same build on every node"
+                )),
+                Ok((_, Some(Reply::Token))) => Event::Fatal(format!(
+                    "rank {peer} at {addr} refused this rank: it belongs to another job, or to another \
+                     start of this one"
+                )),
+                Ok((_, Some(Reply::Place))) => Event::Fatal(format!(
+                    "rank {peer} at {addr} expects no {channel:?} connection from rank {me}: do all \
+                     ranks have the same topology?"
+                )),
                 Ok((_, Some(Reply::Options))) => {
-                    return fatal(format!(
-                        "rank {peer} has another comm.local than rank {}",
-                        shared.topology.rank
-                    ));
+                    Event::Fatal(format!("rank {peer} has another comm.local than rank {me}"))
                 }
-                Ok((_, None)) => {
-                    let what = format!("{addr} did not answer like rank {peer}");
-                    let _ = events.send(Event::Note(Some(peer), what));
-                    std::thread::sleep(RETRY);
-                }
-                Err(e) => {
-                    let what = format!("cannot reach rank {peer} at {addr}: {e}");
-                    let _ = events.send(Event::Note(Some(peer), what));
-                    std::thread::sleep(RETRY);
-                }
+                Ok((_, None)) => Event::Note(
+                    Some(peer),
+                    format!("{addr} did not answer like rank {peer}"),
+                ),
+                Err(e) => Event::Note(
+                    Some(peer),
+                    format!("cannot reach rank {peer} at {addr}: {e}"),
+                ),
+            };
+            let ends = matches!(event, Event::Fatal(_));
+            let retries = matches!(event, Event::Note(..));
+            if events.send(event).is_err() || ends {
+                return;
             }
+            if !retries {
+                break;
+            }
+            std::thread::sleep(RETRY);
         }
     }
 }
@@ -255,15 +242,16 @@ fn listen(shared: &Arc<Shared>, listener: &TcpListener, events: &Sender<Event>) 
     if let Err(e) = listener.set_nonblocking(true) {
         return note(format!("cannot listen: {e}"));
     }
+    let callers = &shared.callers;
     let most = 64 + Channel::ALL.len() * shared.topology.world();
     while !shared.stop.load(Ordering::Relaxed) {
         let mut watch = [Watch::new(listener.as_raw_fd(), true, false)];
         let _ = sys::poll(&mut watch, RETRY);
         while let Ok((stream, addr)) = listener.accept() {
-            if shared.callers.load(Ordering::Relaxed) >= most {
+            if callers.load(Ordering::Relaxed) >= most {
                 continue;
             }
-            shared.callers.fetch_add(1, Ordering::Relaxed);
+            callers.fetch_add(1, Ordering::Relaxed);
             let (shared, events) = (shared.clone(), events.clone());
             let heard = std::thread::Builder::new()
                 .name("accept".into())
@@ -281,6 +269,7 @@ fn listen(shared: &Arc<Shared>, listener: &TcpListener, events: &Sender<Event>) 
                     shared.callers.fetch_sub(1, Ordering::Relaxed);
                 });
             if let Err(e) = heard {
+                callers.fetch_sub(1, Ordering::Relaxed);
                 note(format!("cannot hear a caller: {e}"));
             }
         }

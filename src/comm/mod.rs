@@ -2,13 +2,13 @@
 
 mod assemble; // groups made of transports; ranks as threads
 mod bootstrap; // from addresses to groups
+mod call_id; // what a rank called, as others see it
 mod config; // [comm]
 mod frame; // messages on control connections
 mod group; // the trait
 mod handshake; // the first bytes on a connection
 mod health; // the first cause of failure, who has left
 mod hierarchical; // the world over nodes x local ranks
-mod label; // what a rank called, as others see it
 mod leaf; // a group over one transport
 mod ledger; // what every collective moved
 mod mesh; // connections between all ranks

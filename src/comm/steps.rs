@@ -1,12 +1,12 @@
 //! What collectives are made of, and how [`Group`]'s are made of it.
 //!
-//! A step carries the label of the collective that the caller called, so that ranks which called
+//! A step carries the id of the collective that the caller called, so that ranks which called
 //! different ones learn which. The pure collectives are one step in a leaf group and several in the
 //! hierarchical one; an all-reduce is the same two steps in both.
 
 use std::sync::MutexGuard;
 
-use super::label::{Label, Op, Scope};
+use super::call_id::{CallId, Op, Scope};
 use super::reduce::combine;
 use super::{Call, Group, LinkBytes, ReduceOp};
 use crate::Result;
@@ -29,16 +29,22 @@ pub(super) trait Steps: Group {
     fn scope(&self) -> Scope;
 
     /// `recv` becomes every rank's `send`.
-    fn gather(&self, label: Label, send: &[u8], recv: &mut [u8]) -> Result<()>;
+    fn all_gather_step(&self, id: CallId, send: &[u8], recv: &mut [u8]) -> Result<()>;
 
     /// `recv` becomes the combination of everybody's piece for this rank.
-    fn scatter(&self, label: Label, op: ReduceOp, send: &[f32], recv: &mut [f32]) -> Result<()>;
+    fn reduce_scatter_step(
+        &self,
+        id: CallId,
+        op: ReduceOp,
+        send: &[f32],
+        recv: &mut [f32],
+    ) -> Result<()>;
 
     /// Piece `r` of `send` goes to rank `r`; `recv` likewise.
-    fn exchange(&self, label: Label, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Result<()>;
+    fn all_to_all_step(&self, id: CallId, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Result<()>;
 
     /// `data` becomes rank `root`'s; nobody returns before all have arrived.
-    fn spread(&self, label: Label, data: &mut [u8], root: usize) -> Result<()>;
+    fn broadcast_step(&self, id: CallId, data: &mut [u8], root: usize) -> Result<()>;
 
     /// A buffer that calls on this group use one after another: fresh large ones cost page faults.
     fn scratch(&self) -> MutexGuard<'_, Vec<f32>>;
@@ -70,23 +76,23 @@ pub(super) fn first(scratch: &mut Vec<f32>, len: usize) -> &mut [f32] {
 }
 
 fn all_reduce(group: &dyn Steps, data: &mut [f32], op: ReduceOp) -> Result<()> {
-    let label = Label::all_reduce(group.scope(), size_of_val(data), op);
+    let id = CallId::all_reduce(group.scope(), size_of_val(data), op);
     if data.is_empty() {
-        return group.spread(label, &mut [], 0);
+        return group.broadcast_step(id, &mut [], 0);
     }
     let (main, small) = cut(data.len(), group.num_ranks());
     let (main, rest) = data.split_at_mut(main);
     if !main.is_empty() {
         let mut scratch = group.scratch();
         let shard = first(&mut scratch, main.len() / group.num_ranks());
-        group.scatter(label, op, main, shard)?;
+        group.reduce_scatter_step(id, op, main, shard)?;
         let (shard, main) = (bytemuck::cast_slice(shard), bytemuck::cast_slice_mut(main));
-        group.gather(label, shard, main)?;
+        group.all_gather_step(id, shard, main)?;
     }
     for part in rest.chunks_mut(small) {
         let mut all = vec![0.0f32; part.len() * group.num_ranks()];
-        group.gather(
-            label,
+        group.all_gather_step(
+            id,
             bytemuck::cast_slice(part),
             bytemuck::cast_slice_mut(&mut all),
         )?;
@@ -157,14 +163,14 @@ impl<S: Steps> Group for S {
 
     fn all_gather(&self, send: &[u8], recv: &mut [u8]) -> Result<()> {
         assert_eq!(recv.len(), send.len() * self.num_ranks(), "all_gather");
-        let label = Label::new(self.scope(), Op::AllGather, send.len());
-        self.gather(label, send, recv)
+        let id = CallId::new(self.scope(), Op::AllGather, send.len());
+        self.all_gather_step(id, send, recv)
     }
 
     fn reduce_scatter(&self, send: &[f32], recv: &mut [f32]) -> Result<()> {
         assert_eq!(send.len(), recv.len() * self.num_ranks(), "reduce_scatter");
-        let label = Label::new(self.scope(), Op::ReduceScatter, size_of_val(recv));
-        self.scatter(label, ReduceOp::Sum, send, recv)
+        let id = CallId::new(self.scope(), Op::ReduceScatter, size_of_val(recv));
+        self.reduce_scatter_step(id, ReduceOp::Sum, send, recv)
     }
 
     fn all_reduce(&self, data: &mut [f32], op: ReduceOp) -> Result<()> {
@@ -190,20 +196,20 @@ impl<S: Steps> Group for S {
             recv_bytes.iter().sum::<usize>(),
             "all_to_all: recv"
         );
-        let label = Label::new(self.scope(), Op::AllToAll, 0);
+        let id = CallId::new(self.scope(), Op::AllToAll, 0);
         let mut recv = pieces_mut(recv, recv_bytes);
-        self.exchange(label, &pieces(send, send_bytes), &mut recv)
+        self.all_to_all_step(id, &pieces(send, send_bytes), &mut recv)
     }
 
     fn broadcast(&self, data: &mut [u8], root: usize) -> Result<()> {
         assert!(root < self.num_ranks(), "broadcast from rank {root}");
-        let label = Label::broadcast(self.scope(), data.len(), root);
-        self.spread(label, data, root)
+        let id = CallId::broadcast(self.scope(), data.len(), root);
+        self.broadcast_step(id, data, root)
     }
 
     fn barrier(&self) -> Result<()> {
-        let label = Label::new(self.scope(), Op::Barrier, 0);
-        self.spread(label, &mut [], 0)
+        let id = CallId::new(self.scope(), Op::Barrier, 0);
+        self.broadcast_step(id, &mut [], 0)
     }
 
     fn volume(&self, call: Call) -> LinkBytes {

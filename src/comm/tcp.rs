@@ -5,8 +5,8 @@ use std::net::TcpStream;
 use std::os::fd::AsRawFd;
 
 use super::ReduceOp;
+use super::call_id::{HEADER_BYTES, Header};
 use super::health::{Outcome, WAIT_SLICE};
-use super::label::{HEADER_BYTES, Header};
 use super::leaf::{Context, Transport};
 use super::reduce::combine;
 use super::sys::{self, Watch};
@@ -198,7 +198,7 @@ impl Tcp {
                 patience.reset();
                 continue;
             }
-            patience.check(&cx.header.label, || {
+            patience.check(&cx.header.id, || {
                 let mut missing: Vec<usize> = match ins.as_slice() {
                     [] => outs.iter().map(|o| o.place).collect(),
                     _ => ins.iter().map(|i| i.place).collect(),
@@ -296,7 +296,7 @@ impl Sink for Reduction<'_> {
 impl Transport for Tcp {
     const HEADER_BYTES: u64 = HEADER_BYTES as u64;
 
-    fn gather(&mut self, cx: &Context, send: &[u8], recv: &mut [u8]) -> Outcome {
+    fn all_gather(&mut self, cx: &Context, send: &[u8], recv: &mut [u8]) -> Outcome {
         let piece = send.len();
         let mut rest: Vec<&mut [u8]> = match piece {
             0 => self.streams.iter().map(|_| &mut [][..]).collect(),
@@ -306,7 +306,13 @@ impl Transport for Tcp {
         Self::run(&self.streams, cx, |_| send, |_| piece, &mut Copies { rest })
     }
 
-    fn scatter(&mut self, cx: &Context, op: ReduceOp, send: &[f32], recv: &mut [f32]) -> Outcome {
+    fn reduce_scatter(
+        &mut self,
+        cx: &Context,
+        op: ReduceOp,
+        send: &[f32],
+        recv: &mut [f32],
+    ) -> Outcome {
         let (me, len) = (cx.members.me, recv.len());
         let piece = |place: usize| &send[place * len..(place + 1) * len];
         self.rings.resize(self.streams.len() * AHEAD, 0.0);
@@ -325,7 +331,7 @@ impl Transport for Tcp {
         Self::run(&self.streams, cx, sends, |_| len * VALUE, &mut sink)
     }
 
-    fn exchange(&mut self, cx: &Context, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Outcome {
+    fn all_to_all(&mut self, cx: &Context, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Outcome {
         let me = cx.members.me;
         recv[me].copy_from_slice(send[me]);
         let expected: Vec<usize> = recv.iter().map(|piece| piece.len()).collect();
@@ -339,7 +345,7 @@ impl Transport for Tcp {
         )
     }
 
-    fn spread(&mut self, cx: &Context, data: &mut [u8], root: usize) -> Outcome {
+    fn broadcast(&mut self, cx: &Context, data: &mut [u8], root: usize) -> Outcome {
         let bytes = data.len();
         let mut rest: Vec<&mut [u8]> = self.streams.iter().map(|_| &mut [][..]).collect();
         let mut send: &[u8] = &[];

@@ -315,6 +315,56 @@ fn a_missing_rank_is_named_after_the_timeout() {
 }
 
 #[test]
+fn a_missing_rank_is_named_by_those_who_wait_for_others_that_wait_for_it() {
+    type Step = fn(&dyn Group) -> Result<()>;
+    let steps: [Step; 4] = [
+        |world| world.barrier(),
+        |world| world.all_gather(&[1], &mut [0; 4]),
+        |world| world.reduce_scatter(&[1.0; 4], &mut [0.0]),
+        |world| world.all_to_all(&[0; 4], &[1; 4], &mut [0; 4], &[1; 4]),
+    ];
+    let check = |kind: Kind, step: Step| {
+        on_ranks(kind, (2, 2), Duration::from_millis(900), |groups| {
+            if groups.topology.rank == 3 {
+                std::thread::sleep(Duration::from_millis(2500));
+            }
+            // Some ranks finish the first call without rank 3, and wait in a later one.
+            let error = std::iter::repeat_with(|| step(&*groups.world)).find_map(Result::err);
+            let text = error.unwrap().to_string();
+            assert!(text.contains("for rank 3"), "{kind:?}: {text}");
+        });
+    };
+    std::thread::scope(|scope| {
+        for kind in KINDS {
+            for step in steps {
+                scope.spawn(move || check(kind, step));
+            }
+        }
+    });
+}
+
+#[test]
+fn shared_memory_is_unlinked_when_a_rank_fails() {
+    let options = CommOptions {
+        local: LocalTransport::Shm,
+        ..CommOptions::default()
+    };
+    let mut ranks = bootstraps(1, 2, options);
+    let (second, first) = (ranks.pop().unwrap(), ranks.pop().unwrap());
+    let first = std::thread::spawn(move || connect(first).map(drop));
+    let deadline = std::time::Instant::now() + LONG;
+    let mesh = mesh::connect(second, deadline).unwrap();
+    let control = mesh.get(handshake::Channel::Control, 0);
+    let frame::Frame::ShmOffer(Ok(path)) = mesh::read_frame(control, 0, deadline).unwrap() else {
+        panic!("no offer");
+    };
+    assert!(std::path::Path::new(&path).exists());
+    drop(mesh);
+    assert!(matches!(first.join().unwrap(), Err(Error::Peer(_))));
+    assert!(!std::path::Path::new(&path).exists());
+}
+
+#[test]
 fn an_abort_reaches_ranks_that_wait() {
     for kind in KINDS {
         for topology in [(1, 3), (2, 2)] {

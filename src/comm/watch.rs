@@ -126,14 +126,9 @@ fn parse(health: &Health, rank: usize, buffer: &mut Vec<u8>) -> bool {
             Ok(None) => return true,
             Ok(Some((frame, len))) => {
                 buffer.drain(..len);
-                match frame {
-                    Frame::Goodbye => health.note_left(rank),
-                    // Its sender has told everybody.
-                    Frame::Abort(cause) => drop(health.note(&cause)),
-                    other => {
-                        health.fail(&format!("rank {rank} sent {other:?} out of turn"));
-                        return false;
-                    }
+                if !health.hear(rank, &frame) {
+                    health.fail(&format!("rank {rank} sent {frame:?} out of turn"));
+                    return false;
                 }
             }
             Err(what) => {

@@ -70,13 +70,12 @@ impl Plan {
             return Err(Error::Config(found.join("\n        ")));
         }
         let at_once = raw.train.micro_batch * num_ranks;
-        let cores_each = (runtime::num_cores() / ranks_here.max(1)).max(1);
         let global_batch = raw.train.global_batch.unwrap_or(at_once);
         Ok(Self {
             run_dir: raw.run.dir.join(&raw.run.name),
             global_batch,
             micro_steps: global_batch / at_once,
-            threads: raw.train.threads.unwrap_or(cores_each),
+            threads: (raw.train.threads).unwrap_or_else(|| runtime::cores_each(ranks_here)),
             topology,
             resolved: to_toml(&raw)?,
             raw,

@@ -142,10 +142,16 @@ pub fn discover_from(flags: &LaunchFlags, env: &Environment) -> Result<Launch> {
         place.host_size,
     )?;
     range(names.node, place.host, names.num_nodes, place.num_hosts)?;
-    if place.host_size > place.world {
+    if place.host_size.checked_mul(place.num_hosts) != Some(place.world) {
         return Err(Error::Config(format!(
-            "{} = {} and {} = {}: a node cannot have more ranks than the job",
-            names.local_size, place.host_size, names.world, place.world
+            "{} = {}, {} = {} and {} = {}: start the same number of ranks on every node \
+             (--nproc-per-node, --ntasks-per-node)",
+            names.local_size,
+            place.host_size,
+            names.num_nodes,
+            place.num_hosts,
+            names.world,
+            place.world
         )));
     }
     let master = master(flags, env, &mut place)?;
@@ -173,14 +179,6 @@ pub fn discover_from(flags: &LaunchFlags, env: &Environment) -> Result<Launch> {
         listens_on_stdin: place.rank == 0 && env.has("TRAIN_RENDEZVOUS_ON_STDIN"),
         note: place.note,
     })
-}
-
-impl Launch {
-    /// Compute threads of a rank when `train.threads` says nothing: an equal share of the machine's
-    /// `cores`. OMP_NUM_THREADS is not asked: torchrun sets it to 1 for PyTorch's sake.
-    pub fn default_threads(&self, cores: usize) -> usize {
-        (cores / self.host_size).max(1)
-    }
 }
 
 impl fmt::Display for Launch {

@@ -130,7 +130,9 @@ pub fn host(
             !gone
         });
         while let Some((hello, mut stream, peer)) = hellos.next() {
-            let reply = match judge(launch, &hello, |rank| arrived.get(&rank).map(|a| a.addr)) {
+            // A rank that gave up on a late rank 0 and came again has both connections in the queue.
+            let there = |rank| arrived.get(&rank).filter(|a: &&Arrived| !a.is_gone());
+            let reply = match judge(launch, &hello, |rank| there(rank).map(|a| a.addr)) {
                 Verdict::Welcome => {
                     let Hello {
                         rank, node, addr, ..
@@ -431,11 +433,11 @@ mod tests {
             garbage in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..40), 0..6),
             framed in any::<bool>(),
         ) {
-            let door = TcpListener::bind("127.0.0.1:0").unwrap();
-            let addr = door.local_addr().unwrap();
+            let socket = TcpListener::bind("127.0.0.1:0").unwrap();
+            let addr = socket.local_addr().unwrap();
             let own = "127.0.0.1:5".parse().unwrap();
             let timeout = Duration::from_secs(30);
-            let host = thread::spawn(move || host(&door, &launch(0, 2), own, timeout));
+            let host = thread::spawn(move || host(&socket, &launch(0, 2), own, timeout));
             let mut strangers = Vec::new();
             for bytes in garbage {
                 let mut stream = TcpStream::connect(addr).unwrap();
@@ -458,11 +460,11 @@ mod tests {
 
     #[test]
     fn a_rank_that_leaves_may_come_again() {
-        let door = TcpListener::bind("127.0.0.1:0").unwrap();
-        let addr = door.local_addr().unwrap();
+        let socket = TcpListener::bind("127.0.0.1:0").unwrap();
+        let addr = socket.local_addr().unwrap();
         let own = "127.0.0.1:5".parse().unwrap();
         let timeout = Duration::from_secs(30);
-        let host = thread::spawn(move || host(&door, &launch(0, 3), own, timeout));
+        let host = thread::spawn(move || host(&socket, &launch(0, 3), own, timeout));
         let arrive = |rank| {
             let mut stream = TcpStream::connect(addr).unwrap();
             frame::write(&mut stream, &hello(rank, 3)).unwrap();
@@ -470,15 +472,32 @@ mod tests {
             (stream, reply)
         };
         drop(arrive(1));
-        let again = loop {
-            // Until its first connection is seen to be closed, it is a duplicate.
-            let (stream, reply) = arrive(1);
-            if reply == Reply::Wait {
-                break stream;
-            }
-        };
+        let again = arrive(1);
+        assert_eq!(again.1, Reply::Wait);
         let last = arrive(2);
         assert_eq!(host.join().unwrap().unwrap().addrs.len(), 3);
         drop((again, last));
+    }
+
+    #[test]
+    fn a_rank_that_came_twice_before_rank_0_is_welcome() {
+        let socket = TcpListener::bind("127.0.0.1:0").unwrap();
+        let addr = socket.local_addr().unwrap();
+        let come = || {
+            let mut stream = TcpStream::connect(addr).unwrap();
+            frame::write(&mut stream, &hello(1, 2)).unwrap();
+            stream
+        };
+        // As a rank does that has heard nothing for too long.
+        drop(come());
+        drop(come());
+        let mut stream = come();
+        let timeout = Duration::from_secs(30);
+        let own = "127.0.0.1:5".parse().unwrap();
+        let table = host(&socket, &launch(0, 2), own, timeout).unwrap();
+        let mut reply =
+            || frame::read::<Reply>(&mut stream, 4096, Instant::now() + timeout).unwrap();
+        assert_eq!(reply(), Reply::Wait);
+        assert_eq!(reply(), Reply::Table(table));
     }
 }

@@ -18,13 +18,13 @@ use crate::{Error, Result};
 
 /// The socket on which rank 0 waits for the others. The launcher opens it and keeps it open over
 /// restarts: its port cannot be lost to another process, and ranks that are early wait in its queue.
-pub(super) struct Door {
+pub(super) struct RendezvousSocket {
     listener: Option<TcpListener>,
     /// Where it is.
     pub port: u16,
 }
 
-impl Door {
+impl RendezvousSocket {
     /// Opens it on machine 0.
     ///
     /// # Errors
@@ -56,7 +56,7 @@ impl Door {
         })
     }
 
-    /// Standard input of a rank: the door for rank 0, nothing for others.
+    /// Standard input of a rank: the socket for rank 0, nothing for others.
     fn stdin(&self, rank: usize) -> std::io::Result<Stdio> {
         match &self.listener {
             Some(listener) if rank == 0 => Ok(OwnedFd::from(listener.try_clone()?).into()),
@@ -84,7 +84,12 @@ impl Rank {
     ///
     /// # Errors
     /// [`Error::Config`] and [`Error::Io`], when the system refuses.
-    pub fn start(job: &Job, door: &Door, restart_count: u32, local: usize) -> Result<Self> {
+    pub fn start(
+        job: &Job,
+        socket: &RendezvousSocket,
+        restart_count: u32,
+        local: usize,
+    ) -> Result<Self> {
         let rank = job.host * job.num_local + local;
         let file = match &job.log_dir {
             None => None,
@@ -115,7 +120,7 @@ impl Rank {
             ("LOCAL_WORLD_SIZE", job.num_local),
             ("GROUP_RANK", job.host),
             ("GROUP_WORLD_SIZE", job.num_hosts),
-            ("MASTER_PORT", door.port as usize),
+            ("MASTER_PORT", socket.port as usize),
             ("TORCHELASTIC_RESTART_COUNT", restart_count as usize),
             ("TORCHELASTIC_MAX_RESTARTS", job.max_restarts as usize),
             ("TRAIN_LAUNCHER_PID", std::process::id() as usize),
@@ -138,7 +143,7 @@ impl Rank {
             command.env("TRAIN_RENDEZVOUS_ON_STDIN", "1");
         }
         let mut child = command
-            .stdin(door.stdin(rank).map_err(failed)?)
+            .stdin(socket.stdin(rank).map_err(failed)?)
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .process_group(0)

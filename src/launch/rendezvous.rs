@@ -65,9 +65,9 @@ pub fn join(launch: &Launch, options: CommOptions) -> Result<Option<Bootstrap>> 
     }))
 }
 
-/// Rank 0: opens the door, publishes it if need be, and waits behind it.
+/// Rank 0: opens a socket, publishes its address if need be, and waits there.
 fn host(launch: &Launch, master: &Master, timeout: Duration) -> Result<(TcpListener, Table)> {
-    let door = if launch.listens_on_stdin {
+    let socket = if launch.listens_on_stdin {
         inherited()?
     } else if master.agent_store {
         beside_store(launch, master)?
@@ -75,15 +75,15 @@ fn host(launch: &Launch, master: &Master, timeout: Duration) -> Result<(TcpListe
         bind_patiently(&own_addrs(launch, master, master.port)?)?
     };
     let of_socket = |e| Error::Peer(format!("the socket of the rendezvous: {e}"));
-    let door_addr = door.local_addr().map_err(of_socket)?;
-    let listener = listen(launch, door_addr.ip())?;
+    let socket_addr = socket.local_addr().map_err(of_socket)?;
+    let listener = listen(launch, socket_addr.ip())?;
     let own_addr = listener.local_addr().map_err(of_socket)?;
-    tracing::debug!("rank 0 waits for the others on {door_addr}");
-    let table = meeting::host(&door, launch, own_addr, timeout)?;
+    tracing::debug!("rank 0 waits for the others on {socket_addr}");
+    let table = meeting::host(&socket, launch, own_addr, timeout)?;
     Ok((listener, table))
 }
 
-/// The door that `train launch` opened and keeps open over restarts: nobody else can take its port.
+/// The socket that `train launch` opened and keeps open over restarts: nobody else can take its port.
 fn inherited() -> Result<TcpListener> {
     let wrong = |e: std::io::Error| {
         Error::Config(format!(
@@ -154,7 +154,7 @@ fn store(launch: &Launch, master: &Master) -> std::result::Result<TcpStore, Stri
     Err(reason)
 }
 
-/// Opens rank 0's door next to the agent's store and publishes it there.
+/// Opens rank 0's socket beside the agent's store and publishes its address there.
 fn beside_store(launch: &Launch, master: &Master) -> Result<TcpListener> {
     let beside = port_beside(master.port);
     let (mut store, ip) = match store(launch, master) {
@@ -180,14 +180,14 @@ fn beside_store(launch: &Launch, master: &Master) -> Result<TcpListener> {
         Some(ip) => vec![SocketAddr::new(ip, beside)],
         None => own_addrs(launch, master, beside)?,
     };
-    let door = match (TcpListener::bind(&addrs[..]), ip) {
-        (Ok(door), _) => door,
+    let socket = match (TcpListener::bind(&addrs[..]), ip) {
+        (Ok(socket), _) => socket,
         // Any port will do where the store tells the others.
         (Err(_), Some(ip)) if store.is_some() => bind_patiently(&[SocketAddr::new(ip, 0)])?,
         _ => bind_patiently(&addrs)?,
     };
     if let Some(store) = &mut store {
-        let addr = door
+        let addr = socket
             .local_addr()
             .map_err(|e| Error::Peer(format!("the socket of the rendezvous: {e}")))?;
         // On all interfaces: the one that reaches the store is the one to name.
@@ -205,16 +205,16 @@ fn beside_store(launch: &Launch, master: &Master) -> Result<TcpListener> {
             ),
         }
     }
-    Ok(door)
+    Ok(socket)
 }
 
 /// Another rank: finds rank 0, says hello and waits for the table.
 fn visit(launch: &Launch, master: &Master, timeout: Duration) -> Result<(TcpListener, Table)> {
     let start = Instant::now();
-    let mut way = Way::new(launch, master);
+    let mut addrs = RankZeroAddrs::new(launch, master);
     let mut last = String::new();
     while start.elapsed() < timeout {
-        for addr in way.candidates(start.elapsed(), &mut last) {
+        for addr in addrs.candidates(start.elapsed(), &mut last) {
             match call(launch, addr, timeout) {
                 Call::Met(met) => return Ok(met),
                 Call::Over(error) => return Err(error),
@@ -231,14 +231,14 @@ fn visit(launch: &Launch, master: &Master, timeout: Duration) -> Result<(TcpList
     )))
 }
 
-/// Where rank 0 may be.
-struct Way<'a> {
+/// Addresses at which rank 0 may be.
+struct RankZeroAddrs<'a> {
     launch: &'a Launch,
     master: &'a Master,
     store: Option<TcpStore>,
 }
 
-impl<'a> Way<'a> {
+impl<'a> RankZeroAddrs<'a> {
     fn new(launch: &'a Launch, master: &'a Master) -> Self {
         let store = match master.agent_store.then(|| store(launch, master)) {
             Some(Ok(store)) => Some(store),
@@ -362,7 +362,7 @@ fn try_call(
     }
 }
 
-/// Opens this rank's own door, on the interface that reaches the others or as told.
+/// Listens for the other ranks' connections, on the interface that reaches the others or as told.
 fn listen(launch: &Launch, ip: IpAddr) -> Result<TcpListener> {
     let ip = launch.bind_addr.unwrap_or(ip);
     TcpListener::bind((ip, 0))

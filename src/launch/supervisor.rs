@@ -15,7 +15,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use super::Master;
-use super::rank_process::{Door, Rank};
+use super::rank_process::{Rank, RendezvousSocket};
 use crate::{Error, Result};
 
 /// How often ranks and signals are looked at.
@@ -69,7 +69,7 @@ pub struct Job {
 pub fn supervise(job: &Job) -> Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])
         .map_err(|e| Error::Config(format!("signals cannot be handled: {e}")))?;
-    let door = Door::open(job)?;
+    let socket = RendezvousSocket::open(job)?;
     for restart_count in 0.. {
         tracing::info!(
             "starting rank{} of {}, rank 0 at {}",
@@ -80,18 +80,18 @@ pub fn supervise(job: &Job) -> Result<()> {
             job.num_local * job.num_hosts,
             Master {
                 addr: job.master_addr.clone(),
-                port: door.port,
+                port: socket.port,
                 agent_store: false,
             },
         );
-        let mut team = Team::start(job, &door, restart_count)?;
-        let end = team.watch(job.grace, &mut signals);
+        let mut ranks = LocalRanks::start(job, &socket, restart_count)?;
+        let end = ranks.watch(job.grace, &mut signals);
         let Some(failure) = end.failure else {
             return Ok(());
         };
         let again = restart_count < job.max_restarts && is_restartable(failure.status);
         if end.interrupted || !again {
-            return Err(team.error(&failure));
+            return Err(ranks.error(&failure));
         }
         tracing::warn!(
             "rank {} {}: restarting all ranks of this machine (restart {} of {})",
@@ -134,11 +134,11 @@ struct End {
 }
 
 /// The ranks of this machine, in one start of the job.
-struct Team {
+struct LocalRanks {
     ranks: Vec<Rank>,
 }
 
-impl Drop for Team {
+impl Drop for LocalRanks {
     /// Whatever happens to the launcher, no rank outlives it.
     fn drop(&mut self) {
         self.signal(Signal::SIGKILL);
@@ -150,14 +150,15 @@ impl Drop for Team {
     }
 }
 
-impl Team {
-    fn start(job: &Job, door: &Door, restart_count: u32) -> Result<Self> {
-        let mut team = Self { ranks: Vec::new() };
+impl LocalRanks {
+    fn start(job: &Job, socket: &RendezvousSocket, restart_count: u32) -> Result<Self> {
+        // What has started is stopped when another does not start.
+        let mut started = Self { ranks: Vec::new() };
         for local in 0..job.num_local {
-            team.ranks
-                .push(Rank::start(job, door, restart_count, local)?);
+            let rank = Rank::start(job, socket, restart_count, local)?;
+            started.ranks.push(rank);
         }
-        Ok(team)
+        Ok(started)
     }
 
     fn signal(&self, signal: Signal) {

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use super::region::{NUM_SLOTS, Region};
+use crate::comm::call_id::Header;
 use crate::comm::health::WAIT_SLICE;
-use crate::comm::label::Header;
 use crate::comm::sys;
 
 /// Looks at the bell before a rank sleeps, when every rank can have a core of its own: about 20

@@ -112,7 +112,7 @@ impl Shm {
                 missing.sort_unstable();
                 missing.iter().map(|&p| cx.members.ranks[p]).collect()
             };
-            patience.check(&cx.header.label, missing)?;
+            patience.check(&cx.header.id, missing)?;
             lanes.wait(rung);
         }
     }
@@ -221,7 +221,7 @@ impl Sink for Reduction<'_> {
 impl Transport for Shm {
     const HEADER_BYTES: u64 = 0;
 
-    fn gather(&mut self, cx: &Context, send: &[u8], recv: &mut [u8]) -> Outcome {
+    fn all_gather(&mut self, cx: &Context, send: &[u8], recv: &mut [u8]) -> Outcome {
         let piece = send.len();
         let mut rest: Vec<&mut [u8]> = match piece {
             0 => cx.members.ranks.iter().map(|_| &mut [][..]).collect(),
@@ -241,7 +241,13 @@ impl Transport for Shm {
         self.run(cx, &mut outs, bytes, bytes, &mut sink)
     }
 
-    fn scatter(&mut self, cx: &Context, op: ReduceOp, send: &[f32], recv: &mut [f32]) -> Outcome {
+    fn reduce_scatter(
+        &mut self,
+        cx: &Context,
+        op: ReduceOp,
+        send: &[f32],
+        recv: &mut [f32],
+    ) -> Outcome {
         let piece = |place: usize| &send[place * recv.len()..(place + 1) * recv.len()];
         let mut outs: Vec<Out> = (self.lanes.others())
             .map(|place| Out {
@@ -259,7 +265,7 @@ impl Transport for Shm {
         self.run(cx, &mut outs, |_| bytes, |_| bytes, &mut sink)
     }
 
-    fn exchange(&mut self, cx: &Context, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Outcome {
+    fn all_to_all(&mut self, cx: &Context, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Outcome {
         let me = self.lanes.me();
         let mut outs: Vec<Out> = (self.lanes.others())
             .map(|place| Out {
@@ -280,7 +286,7 @@ impl Transport for Shm {
         self.run(cx, &mut outs, bytes, |place| expected[place], &mut sink)
     }
 
-    fn spread(&mut self, cx: &Context, data: &mut [u8], root: usize) -> Outcome {
+    fn broadcast(&mut self, cx: &Context, data: &mut [u8], root: usize) -> Outcome {
         let (me, size, bytes) = (self.lanes.me(), self.lanes.size(), data.len() as u64);
         let sends = |_| if me == root { bytes } else { 0 };
         let expects = |place| if place == root { bytes } else { 0 };

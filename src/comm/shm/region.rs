@@ -2,8 +2,8 @@
 //!
 //! Each (writer, reader) pair has a lane: a ring of slots that the writer fills and the reader
 //! empties. The lane of a rank with itself is its broadcast lane, which all others read. Heads count
-//! slots filled and tails slots emptied, since the beginning. All words that different ranks write
-//! lie on different cache lines.
+//! slots filled and tails slots emptied, since the beginning. Words that different ranks write lie on
+//! different cache lines, except the bells, which everybody rings.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -23,13 +23,14 @@ const LINE: usize = 128;
 
 const PAGE: usize = 4096;
 
-/// All lanes of a group together: a container often has 64 MiB of shared memory.
+/// All lanes of a group together, size x size x [`NUM_SLOTS`] slots: a container often has 64 MiB of
+/// shared memory. With the smallest slots 45 ranks fit; the ranks of a larger node use TCP.
 const MAX_LANE_BYTES: usize = 32 << 20;
 
-const SLOT_BYTES: std::ops::RangeInclusive<usize> = 16 << 10..=256 << 10;
+const SLOT_BYTES: std::ops::RangeInclusive<usize> = PAGE..=256 << 10;
 
 /// Of this layout: another version of it gets another number.
-const MAGIC: u64 = u64::from_le_bytes(*b"trainsh1");
+const MAGIC: u64 = u64::from_le_bytes(*b"trainsh2");
 
 /// Where what lies; the same on every rank because it follows from the number of ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,7 +46,21 @@ impl Layout {
         Self { size, slot_bytes }
     }
 
-    /// Lines of one word, or two, that only one rank writes; then the sizes of pieces.
+    /// That the lanes are no larger than a node's shared memory may be expected to hold.
+    fn check(self) -> io::Result<Self> {
+        if self.lane_bytes() <= MAX_LANE_BYTES {
+            return Ok(self);
+        }
+        let what = format!(
+            "{} ranks would take {} MiB of shared memory, and at most {} MiB are taken",
+            self.size,
+            self.lane_bytes() >> 20,
+            MAX_LANE_BYTES >> 20
+        );
+        Err(io::Error::new(io::ErrorKind::Unsupported, what))
+    }
+
+    // Lines of one word or a few each; then lines of sizes of pieces, a row each writer.
     fn bells(&self) -> usize {
         LINE
     }
@@ -64,11 +79,17 @@ impl Layout {
     fn pieces(&self) -> usize {
         self.broadcast_tails() + self.size * self.size * LINE
     }
+    fn pieces_of_writer(&self) -> usize {
+        (2 * self.size * size_of::<u64>()).next_multiple_of(LINE)
+    }
     fn data(&self) -> usize {
-        (self.pieces() + 2 * self.size * self.size * size_of::<u64>()).next_multiple_of(PAGE)
+        (self.pieces() + self.size * self.pieces_of_writer()).next_multiple_of(PAGE)
+    }
+    fn lane_bytes(&self) -> usize {
+        self.size * self.size * NUM_SLOTS * self.slot_bytes
     }
     fn len(&self) -> usize {
-        self.data() + self.size * self.size * NUM_SLOTS * self.slot_bytes
+        self.data() + self.lane_bytes()
     }
 }
 
@@ -88,7 +109,7 @@ impl Region {
 
     /// A new file at `path`, which must not exist.
     pub(crate) fn create(path: &Path, size: usize) -> io::Result<Self> {
-        let layout = Layout::new(size);
+        let layout = Layout::new(size).check()?;
         let file = OpenOptions::new()
             .read(true)
             .write(true)
@@ -167,8 +188,9 @@ impl Region {
 
     /// Bytes that `writer` has for `reader` at even and at odd steps.
     pub(super) fn piece(&self, writer: usize, reader: usize, odd: bool) -> &AtomicU64 {
-        let i = 2 * self.lane(writer, reader) + usize::from(odd);
-        self.word(self.layout.pieces() + i * size_of::<u64>())
+        assert!(writer < self.layout.size && reader < self.layout.size);
+        let row = self.layout.pieces() + writer * self.layout.pieces_of_writer();
+        self.word(row + (2 * reader + usize::from(odd)) * size_of::<u64>())
     }
 
     /// Slots that `writer` has filled for `reader`, or for all when they are the same.
@@ -231,5 +253,28 @@ impl Region {
         assert!(len <= self.layout.slot_bytes);
         // SAFETY: the bytes are initialised (the map starts as zeros) and nobody writes them now.
         unsafe { std::slice::from_raw_parts(self.slot(writer, reader, count), len) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_bounded_for_any_number_of_ranks() {
+        for size in 1..=200 {
+            let layout = Layout::new(size);
+            assert_eq!(layout.check().is_ok(), size <= 45, "{size} ranks");
+            if size <= 45 {
+                assert!(layout.len() <= 33 << 20, "{size} ranks: {}", layout.len());
+            }
+        }
+        assert_eq!(Layout::new(4).slot_bytes, 256 << 10);
+        assert_eq!(Layout::new(32).slot_bytes, 8 << 10);
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("region");
+        let refused = Region::create(&path, 46).map(drop).unwrap_err().to_string();
+        assert!(refused.contains("46 ranks would take 33 MiB"), "{refused}");
+        assert!(!path.exists());
     }
 }

@@ -31,7 +31,7 @@ pub(super) enum Op {
 
 /// Everything about a call that must be the same on every rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Label {
+pub(super) struct CallId {
     pub(super) scope: Scope,
     pub(super) op: Op,
     /// Root of a broadcast, operation of an all-reduce; else 0.
@@ -40,7 +40,7 @@ pub(super) struct Label {
     pub(super) bytes: u64,
 }
 
-impl Label {
+impl CallId {
     pub(super) fn new(scope: Scope, op: Op, bytes: usize) -> Self {
         Self {
             scope,
@@ -65,7 +65,7 @@ impl Label {
     }
 }
 
-impl fmt::Display for Label {
+impl fmt::Display for CallId {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         let bytes = self.bytes;
         match self.op {
@@ -87,12 +87,12 @@ impl fmt::Display for Label {
     }
 }
 
-/// A call's place in the group's sequence, its label, and how much follows for the reader.
+/// A call's place in the group's sequence, its id, and how much follows for the reader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Header {
     /// Number of the step in the group, from 1.
     pub(super) sequence: u64,
-    pub(super) label: Label,
+    pub(super) id: CallId,
     /// Bytes that follow.
     pub(super) payload: u64,
 }
@@ -100,12 +100,12 @@ pub(super) struct Header {
 impl Header {
     /// As four words.
     pub(super) fn to_words(self) -> [u64; 4] {
-        let Label {
+        let CallId {
             scope,
             op,
             param,
             bytes,
-        } = self.label;
+        } = self.id;
         let kind = scope as u64 | (op as u64) << 8 | (param as u64) << 32;
         [self.sequence, kind, bytes, self.payload]
     }
@@ -130,7 +130,7 @@ impl Header {
         if (kind >> 16) as u16 != 0 {
             return None;
         }
-        let label = Label {
+        let id = CallId {
             scope,
             op,
             param: (kind >> 32) as u32,
@@ -138,7 +138,7 @@ impl Header {
         };
         Some(Self {
             sequence,
-            label,
+            id,
             payload,
         })
     }
@@ -166,22 +166,22 @@ impl Header {
         let Some(theirs) = theirs else {
             return Err(format!("rank {peer} sent bytes that are no header"));
         };
-        if theirs.label != self.label {
+        if theirs.id != self.id {
             return Err(format!(
                 "ranks called different collectives: rank {me} {} (step {}), rank {peer} {} (step {})",
-                self.label, self.sequence, theirs.label, theirs.sequence
+                self.id, self.sequence, theirs.id, theirs.sequence
             ));
         }
         if theirs.sequence != self.sequence {
             return Err(format!(
                 "rank {me} is at step {} of its group and rank {peer} at step {}, both in {}",
-                self.sequence, theirs.sequence, self.label
+                self.sequence, theirs.sequence, self.id
             ));
         }
         if theirs.payload != self.payload {
             return Err(format!(
                 "in {}, rank {me} expects {} bytes from rank {peer}, which sends {}",
-                self.label, self.payload, theirs.payload
+                self.id, self.payload, theirs.payload
             ));
         }
         Ok(())
@@ -202,7 +202,7 @@ mod tests {
             for bytes in [bytes, likely] {
                 if let Some(header) = Header::decode(&bytes) {
                     prop_assert_eq!(header.encode(), bytes);
-                    prop_assert!(!header.label.to_string().is_empty());
+                    prop_assert!(!header.id.to_string().is_empty());
                 }
             }
         }
@@ -212,7 +212,7 @@ mod tests {
     fn a_mismatch_names_both_calls_and_both_ranks() {
         let call = |op, bytes| Header {
             sequence: 3,
-            label: Label::new(Scope::World, op, bytes),
+            id: CallId::new(Scope::World, op, bytes),
             payload: 8,
         };
         let mine = call(Op::AllGather, 8);
