@@ -365,13 +365,13 @@ fn resuming_a_finished_run_repeats_nothing() {
 fn a_second_ctrl_c_stops_at_once() {
     let project = Project::new();
     // A step takes longer than copies of a signal may, so the second signal meets a running step.
-    let sets = ["train.steps=100000", "train.global_batch=8000"];
+    let sets = ["train.steps=100000", "train.global_batch=40000"];
     let ended = signal_after(project.start("a", &sets), 1, "INT", 1);
     assert_eq!(ended.code(), 130, "{}", ended.stderr);
     let sets = [
         "train.steps=1",
         "lr.warmup_steps=0",
-        "train.global_batch=8000",
+        "train.global_batch=40000",
     ];
     let resumed = project.run("a", &[&sets[..], &["--resume"]].concat());
     resumed.ok();
