@@ -581,6 +581,19 @@ fn bench_step_measures_all_ranks_and_rank_0_prints() {
 }
 
 #[test]
+fn other_commands_than_run_start_on_ranks() {
+    let sample = [
+        "launch",
+        "--nproc-per-node",
+        "2",
+        "--",
+        "sample",
+        "no such run",
+    ];
+    run(train(&sample)).is(3, &["starting ranks 0..1 of 2", "holds no checkpoint"]);
+}
+
+#[test]
 fn wrong_command_lines_start_nothing() {
     for (args, parts) in [
         (

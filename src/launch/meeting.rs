@@ -80,19 +80,17 @@ struct Arrived {
     addr: SocketAddr,
 }
 
-impl Arrived {
-    /// Whether the rank has closed its connection.
-    fn is_gone(&self) -> bool {
-        let peek = |stream: &TcpStream| {
-            stream.set_nonblocking(true)?;
-            let peeked = stream.peek(&mut [0]);
-            stream.set_nonblocking(false)?;
-            peeked
-        };
-        match peek(&self.stream) {
-            Ok(count) => count == 0,
-            Err(e) => e.kind() != ErrorKind::WouldBlock,
-        }
+/// Whether the other side has closed its connection.
+fn is_gone(stream: &TcpStream) -> bool {
+    let peek = || {
+        stream.set_nonblocking(true)?;
+        let peeked = stream.peek(&mut [0]);
+        stream.set_nonblocking(false)?;
+        peeked
+    };
+    match peek() {
+        Ok(count) => count == 0,
+        Err(e) => e.kind() != ErrorKind::WouldBlock,
     }
 }
 
@@ -123,15 +121,22 @@ pub fn host(
             Err(_) => thread::sleep(POLL),
         }
         arrived.retain(|rank, rank_arrived| {
-            let gone = rank_arrived.is_gone();
+            let gone = is_gone(&rank_arrived.stream);
             if gone {
                 tracing::warn!("rank {rank} left before all ranks had arrived");
             }
             !gone
         });
         while let Some((hello, mut stream, peer)) = hellos.next() {
-            // A rank that gave up on a late rank 0 and came again has both connections in the queue.
-            let there = |rank| arrived.get(&rank).filter(|a: &&Arrived| !a.is_gone());
+            // A rank that gave up on a late rank 0 and came again has all its connections in the queue.
+            if is_gone(&stream) {
+                continue;
+            }
+            let there = |rank| {
+                arrived
+                    .get(&rank)
+                    .filter(|a: &&Arrived| !is_gone(&a.stream))
+            };
             let reply = match judge(launch, &hello, |rank| there(rank).map(|a| a.addr)) {
                 Verdict::Welcome => {
                     let Hello {
@@ -489,8 +494,9 @@ mod tests {
             stream
         };
         // As a rank does that has heard nothing for too long.
-        drop(come());
-        drop(come());
+        for _ in 0..8 {
+            drop(come());
+        }
         let mut stream = come();
         let timeout = Duration::from_secs(30);
         let own = "127.0.0.1:5".parse().unwrap();
