@@ -46,6 +46,9 @@ pub struct StepArgs {
     /// Wait for every collective at once (zero.overlap = false).
     #[arg(long)]
     no_overlap: bool,
+    /// Keep gathered weights from the forward pass to the backward pass.
+    #[arg(long)]
+    no_reshard: bool,
     /// One JSON array instead of lines.
     #[arg(long)]
     json: bool,
@@ -171,6 +174,7 @@ struct StepRow {
     stage: u8,
     prefetch: usize,
     overlap: bool,
+    reshard_after_forward: bool,
     /// Of the slowest rank; the median over steps.
     step_ms: f64,
     tokens_per_s: f64,
@@ -238,6 +242,7 @@ fn bench_shape(
             stage: args.stage,
             prefetch: args.prefetch,
             overlap: !args.no_overlap,
+            reshard_after_forward: !args.no_reshard,
             ..ZeroConfig::default()
         },
         ..EngineOptions::default()
@@ -289,6 +294,7 @@ fn bench_shape(
         stage: args.stage,
         prefetch: args.prefetch,
         overlap: !args.no_overlap,
+        reshard_after_forward: !args.no_reshard,
         step_ms,
         tokens_per_s: (num_tokens * world) as f64 / step_ms * 1e3,
         gflops: flops / step_ms / 1e6,
