@@ -3,6 +3,15 @@
 use super::Codec;
 use crate::{Error, Result};
 
+/// A float format on the wire: N little-endian bytes a value.
+trait Format<const N: usize> {
+    const NAME: &'static str;
+
+    fn to_bytes(value: f32) -> [u8; N];
+
+    fn from_bytes(bytes: [u8; N]) -> f32;
+}
+
 /// Little-endian f32: what no codec at all sends.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct F32;
@@ -11,17 +20,32 @@ pub struct F32;
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Bf16;
 
-/// Rounds to bf16, as bits.
-fn to_bf16(value: f32) -> u16 {
-    let bits = value.to_bits();
-    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
-    // Rounding could carry a NaN's last bits away.
-    let nan = bits >> 16 | 0x40;
-    (if value.is_nan() { nan } else { rounded }) as u16
+impl Format<4> for F32 {
+    const NAME: &'static str = "f32";
+
+    fn to_bytes(value: f32) -> [u8; 4] {
+        value.to_le_bytes()
+    }
+
+    fn from_bytes(bytes: [u8; 4]) -> f32 {
+        f32::from_le_bytes(bytes)
+    }
 }
 
-fn from_bf16(bytes: [u8; 2]) -> f32 {
-    f32::from_bits(u32::from(u16::from_le_bytes(bytes)) << 16)
+impl Format<2> for Bf16 {
+    const NAME: &'static str = "bf16";
+
+    fn to_bytes(value: f32) -> [u8; 2] {
+        let bits = value.to_bits();
+        let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+        // Rounding could carry a NaN's last bits away.
+        let nan = bits >> 16 | 0x40;
+        ((if value.is_nan() { nan } else { rounded }) as u16).to_le_bytes()
+    }
+
+    fn from_bytes(bytes: [u8; 2]) -> f32 {
+        f32::from_bits(u32::from(u16::from_le_bytes(bytes)) << 16)
+    }
 }
 
 /// `bytes` as pieces of N for `num_values` values.
@@ -35,81 +59,53 @@ fn pieces<const N: usize>(bytes: &[u8], num_values: usize) -> Result<&[[u8; N]]>
     }
 }
 
-impl Codec for F32 {
-    fn name(&self) -> String {
-        "f32".into()
-    }
+/// What both codecs do, by their formats.
+macro_rules! codec {
+    ($format:ty, $bytes:literal, $is_identity:expr) => {
+        impl Codec for $format {
+            fn name(&self) -> String {
+                Self::NAME.into()
+            }
 
-    fn is_identity(&self) -> bool {
-        cfg!(target_endian = "little")
-    }
+            fn is_identity(&self) -> bool {
+                $is_identity
+            }
 
-    fn block(&self) -> usize {
-        1
-    }
+            fn block(&self) -> usize {
+                1
+            }
 
-    fn encoded_bytes(&self, num_values: usize) -> usize {
-        num_values * 4
-    }
+            fn encoded_bytes(&self, num_values: usize) -> usize {
+                num_values * $bytes
+            }
 
-    fn encode(&self, values: &[f32], bytes: &mut [u8]) {
-        for (bytes, value) in bytes.as_chunks_mut().0.iter_mut().zip(values) {
-            *bytes = value.to_le_bytes();
+            fn encode(&self, values: &[f32], bytes: &mut [u8]) {
+                for (bytes, value) in bytes.as_chunks_mut().0.iter_mut().zip(values) {
+                    *bytes = Self::to_bytes(*value);
+                }
+            }
+
+            fn decode(&self, bytes: &[u8], values: &mut [f32]) -> Result<()> {
+                let pieces = pieces(bytes, values.len())?;
+                for (value, bytes) in values.iter_mut().zip(pieces) {
+                    *value = Self::from_bytes(*bytes);
+                }
+                Ok(())
+            }
+
+            fn decode_accumulate(&self, bytes: &[u8], sums: &mut [f32]) -> Result<()> {
+                let pieces = pieces(bytes, sums.len())?;
+                for (sum, bytes) in sums.iter_mut().zip(pieces) {
+                    *sum += Self::from_bytes(*bytes);
+                }
+                Ok(())
+            }
         }
-    }
-
-    fn decode(&self, bytes: &[u8], values: &mut [f32]) -> Result<()> {
-        let pieces = pieces(bytes, values.len())?;
-        for (value, bytes) in values.iter_mut().zip(pieces) {
-            *value = f32::from_le_bytes(*bytes);
-        }
-        Ok(())
-    }
-
-    fn decode_accumulate(&self, bytes: &[u8], sums: &mut [f32]) -> Result<()> {
-        let pieces = pieces(bytes, sums.len())?;
-        for (sum, bytes) in sums.iter_mut().zip(pieces) {
-            *sum += f32::from_le_bytes(*bytes);
-        }
-        Ok(())
-    }
+    };
 }
 
-impl Codec for Bf16 {
-    fn name(&self) -> String {
-        "bf16".into()
-    }
-
-    fn block(&self) -> usize {
-        1
-    }
-
-    fn encoded_bytes(&self, num_values: usize) -> usize {
-        num_values * 2
-    }
-
-    fn encode(&self, values: &[f32], bytes: &mut [u8]) {
-        for (bytes, value) in bytes.as_chunks_mut().0.iter_mut().zip(values) {
-            *bytes = to_bf16(*value).to_le_bytes();
-        }
-    }
-
-    fn decode(&self, bytes: &[u8], values: &mut [f32]) -> Result<()> {
-        let pieces = pieces(bytes, values.len())?;
-        for (value, bytes) in values.iter_mut().zip(pieces) {
-            *value = from_bf16(*bytes);
-        }
-        Ok(())
-    }
-
-    fn decode_accumulate(&self, bytes: &[u8], sums: &mut [f32]) -> Result<()> {
-        let pieces = pieces(bytes, sums.len())?;
-        for (sum, bytes) in sums.iter_mut().zip(pieces) {
-            *sum += from_bf16(*bytes);
-        }
-        Ok(())
-    }
-}
+codec!(F32, 4, cfg!(target_endian = "little"));
+codec!(Bf16, 2, false);
 
 #[cfg(test)]
 mod tests {
