@@ -418,6 +418,39 @@ fn bf16_on_the_wire_stays_near_f32_and_owners_compute_with_it_too() {
     assert_eq!(losses(&run(&setup, 1, 1)[0]), expected);
 }
 
+/// qwZ: near f32, the same on every rank and for every number of ranks, for a quarter of the bytes.
+#[test]
+fn quantized_gathers_train_like_f32_for_a_quarter_of_the_bytes() {
+    let mut base = Setup {
+        global_batch: 12,
+        ..Setup::default()
+    };
+    // Large enough for matrices to be what matters, and 2048-blocks to fit.
+    base.model.d_model = 64;
+    let exact = run(&base, 2, 2);
+    let mut setup = base.clone();
+    setup.zero.qwz.enabled = true;
+    let ranks = run(&setup, 2, 2);
+    let off = distance(&exact[0], &ranks[0]);
+    assert!(off > 0.0 && off < 0.02, "{off:e}");
+    assert!(ranks.iter().all(|seen| seen.outcomes == ranks[0].outcomes));
+    for (nodes, local) in [(1, 2), (3, 1)] {
+        let seen = &run(&setup, nodes, local)[0];
+        let apart = distance(&ranks[0], seen);
+        assert!(apart < 1e-4, "{nodes} x {local}: {apart:e}");
+    }
+    for purpose in ["forward_gather", "backward_gather"] {
+        let bytes = |seen: &Seen| {
+            let traffic = seen.traffic[5].by_purpose[purpose];
+            (traffic.intra_bytes + traffic.inter_bytes) as f64
+        };
+        // A byte and a bit for four, less where padding is not sent.
+        let share = bytes(&ranks[1]) / bytes(&exact[1]);
+        assert!((0.23..0.26).contains(&share), "{purpose}: {share}");
+    }
+    assert_eq!(ranks[1].booked, ranks[1].received);
+}
+
 /// I10: what one rank finds in its part, all ranks name and skip.
 #[test]
 fn what_is_not_finite_is_named_alike_on_every_rank() {

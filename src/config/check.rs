@@ -248,7 +248,20 @@ fn zero(raw: &RawConfig, found: &mut Findings) {
         stage,
         "0 (data parallel) or 3 (sharded)",
     );
+    let qwz = &zero.qwz;
+    let bits = qwz.bits;
+    found.must(matches!(bits, 4 | 8), "zero.qwz.bits", bits, "4 or 8");
+    let ok = qwz.block >= 64 && 2048usize.is_multiple_of(qwz.block);
+    let be = "64, 128, 256, 512, 1024 or 2048";
+    found.must(ok, "zero.qwz.block", qwz.block, be);
+    if qwz.enabled && raw.precision.gather != Precision::F32 {
+        let gather = raw.precision.gather;
+        found.no_effect("precision.gather", gather, "zero.qwz.enabled = true");
+    }
     if stage == 0 {
+        if qwz.enabled {
+            found.no_effect("zero.qwz.enabled", true, "zero.stage = 0");
+        }
         let under = "zero.stage = 0";
         if zero.reshard_after_forward != default.reshard_after_forward {
             found.no_effect(

@@ -218,6 +218,9 @@ impl<'a> Trainer<'a> {
         if plan.topology.world() == 1 && raw.precision != PrecisionConfig::default() {
             tracing::warn!("[precision] has no effect on one rank: nothing crosses between ranks");
         }
+        if plan.topology.world() == 1 && raw.zero.qwz.enabled {
+            tracing::warn!("zero.qwz has no effect on one rank: nothing crosses between ranks");
+        }
         Ok(trainer)
     }
 

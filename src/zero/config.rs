@@ -5,7 +5,7 @@ use std::sync::Arc;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::quant::{Bf16, Codec, F32};
+use crate::quant::{Bf16, Codec, F32, Symmetric};
 
 /// How model states are spread over ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -22,6 +22,31 @@ pub struct ZeroConfig {
     pub overlap: bool,
     /// Steps between checks that all ranks agree (they always check at the start); 0 for no more.
     pub verify_every: u64,
+    /// Block-quantized weight gathers (qwZ, ZeRO++ section 3.1). Norms, biases and other parameters
+    /// below 4096 elements travel as f32.
+    pub qwz: QwzConfig,
+}
+
+/// Block-quantized weight gathers.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct QwzConfig {
+    /// Whether weights are quantized for their gathers.
+    pub enabled: bool,
+    /// Bits of a weight: 8 or 4.
+    pub bits: u32,
+    /// Weights that share a scale: a divisor of 2048 from 64.
+    pub block: usize,
+}
+
+impl Default for QwzConfig {
+    fn default() -> Self {
+        Self {
+            enabled: false,
+            bits: 8,
+            block: 2048,
+        }
+    }
 }
 
 impl Default for ZeroConfig {
@@ -32,6 +57,17 @@ impl Default for ZeroConfig {
             prefetch: 1,
             overlap: true,
             verify_every: 1000,
+            qwz: QwzConfig::default(),
+        }
+    }
+}
+
+impl ZeroConfig {
+    /// What weights go through on their way from their owners.
+    pub fn gather_codec(&self, precision: &PrecisionConfig) -> Arc<dyn Codec> {
+        match self.qwz.enabled {
+            true => Arc::new(Symmetric::new(self.qwz.bits, self.qwz.block)),
+            false => precision.gather.codec(),
         }
     }
 }

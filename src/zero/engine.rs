@@ -121,7 +121,7 @@ impl Engine {
         Ok(Self {
             model,
             states,
-            gather: Gather::new(options.precision.gather.codec(), ahead, pools.clone()),
+            gather: Gather::new(zero.gather_codec(&options.precision), ahead, pools.clone()),
             reduce: Reduce::new(options.precision.reduce.codec(), in_flight, pools.clone()),
             pools,
             ahead,
@@ -184,7 +184,7 @@ impl Engine {
             return Ok(());
         }
         same_everywhere(&self.comm, "updates", &self.num_updates.to_le_bytes())?;
-        let codec = self.options.precision.gather.codec();
+        let codec = self.options.zero.gather_codec(&self.options.precision);
         let mut gather = Gather::new(codec, self.ahead, self.pools.clone());
         check_weights(&self.states, &mut gather, &self.comm)
     }

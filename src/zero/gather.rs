@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::pool::Pools;
+use super::shard_codec::ShardCodec;
 use super::states::UnitStates;
 use crate::comm::{Booking, Call, Comm, Groups, LinkBytes, Moved, Pending, Purpose};
 use crate::quant::Codec;
@@ -94,10 +95,16 @@ impl Gather {
         let weights = self.pools.values.take(len);
         self.live_bytes += len * 4;
         self.peak_bytes = self.peak_bytes.max(self.live_bytes);
-        let (codec, pools) = (self.codec.clone(), self.pools.clone());
+        let layout = state.unit.buffer().layout();
+        let is_exact = self.codec.is_identity();
+        let codec = ShardCodec::new(self.codec.clone(), layout, master.len());
+        let pools = self.pools.clone();
         let pending = comm.start(booking, move |groups| {
             let mut weights = weights;
-            let bytes = all_gather(groups, &*codec, &pools, &master, &mut weights)?;
+            let bytes = match is_exact {
+                true => all_gather_exact(groups, &master, &mut weights)?,
+                false => all_gather(groups, &codec, &pools, &master, &mut weights)?,
+            };
             Ok(Moved {
                 elements: weights.len(),
                 value: weights,
@@ -132,27 +139,32 @@ fn bug<T>(what: String) -> Result<T> {
 
 /// Every rank's `shard` into `whole`, through `codec`. Owners too see what the codec makes of
 /// their weights.
-pub fn all_gather(
+fn all_gather(
     groups: &Groups,
-    codec: &dyn Codec,
+    codec: &ShardCodec,
     pools: &Pools,
     shard: &[f32],
     whole: &mut [f32],
 ) -> Result<LinkBytes> {
     let world = &groups.world;
-    let piece_bytes = codec.encoded_bytes(shard.len());
-    if codec.is_identity() {
-        world.all_gather(bytemuck::cast_slice(shard), bytemuck::cast_slice_mut(whole))?;
-    } else {
-        let mut send = pools.bytes.take(piece_bytes);
-        codec.encode(shard, &mut send);
-        let mut all = pools.bytes.take(piece_bytes * world.size());
-        world.all_gather(&send, &mut all)?;
-        for (piece, values) in all.chunks(piece_bytes).zip(whole.chunks_mut(shard.len())) {
-            codec.decode(piece, values)?;
-        }
-        pools.bytes.give(send);
-        pools.bytes.give(all);
+    let piece_bytes = codec.piece_bytes(world.size());
+    let mut send = pools.bytes.take(piece_bytes);
+    codec.encode(world.rank(), shard, &mut send);
+    let mut all = pools.bytes.take(piece_bytes * world.size());
+    world.all_gather(&send, &mut all)?;
+    let pieces = all.chunks(piece_bytes).zip(whole.chunks_mut(shard.len()));
+    for (rank, (piece, values)) in pieces.enumerate() {
+        codec.decode(rank, piece, values)?;
     }
+    pools.bytes.give(send);
+    pools.bytes.give(all);
+    Ok(world.volume(Call::AllGather { piece_bytes }))
+}
+
+/// [`all_gather`] without a codec: straight from the owners' memory into everybody's.
+fn all_gather_exact(groups: &Groups, shard: &[f32], whole: &mut [f32]) -> Result<LinkBytes> {
+    let piece_bytes = size_of_val(shard);
+    let world = &groups.world;
+    world.all_gather(bytemuck::cast_slice(shard), bytemuck::cast_slice_mut(whole))?;
     Ok(world.volume(Call::AllGather { piece_bytes }))
 }

@@ -9,11 +9,12 @@ mod norm;
 mod partition;
 mod pool;
 mod reduce;
+mod shard_codec;
 mod states;
 mod walk;
 
 pub use agree::same_or;
-pub use config::{Precision, PrecisionConfig, ZeroConfig};
+pub use config::{Precision, PrecisionConfig, QwzConfig, ZeroConfig};
 pub use engine::{Engine, EngineOptions, MicroBatch, StepOutcome};
 pub use memory::Memory;
 pub use partition::{segments, shard, shard_len};
