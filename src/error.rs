@@ -63,6 +63,18 @@ impl Error {
         }
     }
 
+    /// What went wrong, without the word for its kind.
+    pub fn message(&self) -> String {
+        match self {
+            Error::Config(what)
+            | Error::Data(what)
+            | Error::Checkpoint(what)
+            | Error::Peer(what)
+            | Error::Policy(what) => what.clone(),
+            other => other.to_string(),
+        }
+    }
+
     /// The process's exit status for this error.
     pub fn exit_status(&self) -> u8 {
         match self {

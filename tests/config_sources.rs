@@ -274,7 +274,7 @@ fn the_reference_has_every_key_with_its_doc_and_loads_as_the_default() {
         let key = Schema::get()
             .key(path)
             .unwrap_or_else(|| panic!("{path} is not in the schema"));
-        let (section, name) = path.split_once('.').unwrap();
+        let (section, name) = path.rsplit_once('.').unwrap();
         assert!(key.doc.len() > 5, "{path} has no doc");
         let of_section = text.split_once(&format!("\n[{section}]\n")).unwrap().1;
         let of_section = of_section.split("\n[").next().unwrap();

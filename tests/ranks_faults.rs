@@ -284,7 +284,7 @@ fn what_cannot_work_ends_every_rank_with_the_same_status() {
         command.spawn().unwrap()
     };
     for ended in all_ended(ranks.map(start).into()) {
-        ended.fails(2, &["every node needs the same number of ranks"]);
+        ended.fails(2, &["the same number of ranks on every node"]);
     }
 }
 

@@ -61,6 +61,9 @@ impl Groups {
     }
 }
 
+/// Time between two words about ranks that the others wait for.
+const BETWEEN_WORDS: Duration = Duration::from_secs(30);
+
 type Task = Box<dyn FnOnce(&Groups) + Send>;
 
 /// A rank's groups, and the thread that runs collectives on them.
@@ -304,7 +307,23 @@ impl Comm {
         std::thread::scope(|scope| {
             let worker = work.map(|work| scope.spawn(work));
             let is_working = || worker.as_ref().is_some_and(|worker| !worker.is_finished());
-            while self.any(is_working())? {
+            let mut next_word = Instant::now() + BETWEEN_WORDS;
+            loop {
+                let is_working = vec![u8::from(is_working())];
+                let all = self.gather_bytes(Purpose::Scalars, is_working)?;
+                let working: Vec<usize> = (0..all.len()).filter(|&r| all[r] == 1).collect();
+                if working.is_empty() {
+                    break;
+                }
+                if Instant::now() > next_word {
+                    next_word += BETWEEN_WORDS;
+                    if self.topology().rank == 0 {
+                        tracing::warn!(
+                            "all ranks wait for rank {working:?}, which prepares data or reads or \
+                             writes a checkpoint"
+                        );
+                    }
+                }
                 std::thread::sleep(Duration::from_millis(20));
             }
             match worker.map(|worker| worker.join()) {
@@ -332,7 +351,7 @@ impl Comm {
             }
             Some(Err(error)) => {
                 message.push(error.exit_status());
-                message.extend(error.to_string().into_bytes());
+                message.extend(error.message().into_bytes());
                 own_error = Some(error);
             }
         }
@@ -358,7 +377,7 @@ impl Comm {
         const LEN: usize = 1000;
         let mut own = vec![0; 1 + LEN];
         if let Err(error) = &result {
-            let message = error.to_string();
+            let message = error.message();
             let message = &message.as_bytes()[..message.len().min(LEN)];
             own[0] = error.exit_status();
             own[1..=message.len()].copy_from_slice(message);
