@@ -101,6 +101,8 @@ struct Trainer<'a> {
     /// Step of the newest checkpoint, saved or resumed from, so that none is saved twice.
     saved_step: Option<u64>,
     started: Instant,
+    /// Steps that were done before this process.
+    first_step: u64,
 }
 
 impl<'a> Trainer<'a> {
@@ -185,6 +187,7 @@ impl<'a> Trainer<'a> {
             position,
             saved_step: found.is_some().then_some(position.step),
             started: Instant::now(),
+            first_step: position.step,
         };
         match found {
             Some(found) => {
@@ -296,8 +299,13 @@ impl<'a> Trainer<'a> {
         self.recorder.as_mut().map_or(Ok(()), Recorder::finish)?;
         let seconds = self.started.elapsed().as_secs_f64();
         let traffic = self.comm.with_ledger(|ledger| ledger.table(seconds));
-        if !traffic.is_empty() {
-            tracing::info!("what rank 0 received, with shares of {seconds:.1} s:\n{traffic}");
+        let has_trained = self.position.step > self.first_step;
+        if has_trained && !traffic.is_empty() {
+            let traffic = traffic.trim_end();
+            tracing::info!(
+                "what rank 0 received (busy: time of the communication thread; exposed: time the \
+                 computation waited, as a share of {seconds:.1} s):\n{traffic}"
+            );
         }
         Ok(())
     }

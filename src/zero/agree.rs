@@ -39,7 +39,8 @@ pub fn same_everywhere(comm: &Comm, what: &str, bytes: &[u8]) -> Result<()> {
     same_or(comm, what, bytes, Error::Peer)
 }
 
-/// [`same_everywhere`], for bytes that differ by a person's mistake, which is of another kind.
+/// As for bytes that must be the same on every rank, but those that differ by a person's mistake,
+/// which is an error of another kind.
 ///
 /// # Errors
 /// `wrong` naming `what` and the ranks that differ from rank 0; as every collective.
