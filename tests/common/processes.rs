@@ -63,17 +63,20 @@ pub fn torchrun() -> Option<PathBuf> {
     torchrun
 }
 
-/// Whether this process may make network namespaces.
+/// Whether this process may make network namespaces with what `netns_cluster` puts into them.
 pub fn can_make_namespaces() -> bool {
     let name = format!("try{}", std::process::id());
-    let ip = |args: &[&str]| {
-        Command::new("ip")
-            .args(args)
-            .output()
-            .is_ok_and(|o| o.status.success())
+    let does = |program: &str, args: &[&str]| {
+        let done = Command::new(program).args(args).output();
+        done.is_ok_and(|done| done.status.success())
     };
-    let can = ip(&["netns", "add", &name]);
-    ip(&["netns", "del", &name]);
+    let inside = |args: &[&str]| does("ip", &[&["netns", "exec", &name], args].concat());
+    let tbf = "tc qdisc add dev v0 root tbf rate 1mbit burst 16kb latency 50ms";
+    let can = does("ip", &["netns", "add", &name])
+        && inside(&["ip", "link", "add", "b0", "type", "bridge"])
+        && inside(&["ip", "link", "add", "v0", "type", "veth", "peer", "v1"])
+        && inside(&tbf.split(' ').collect::<Vec<_>>());
+    does("ip", &["netns", "del", &name]);
     if !can {
         eprintln!("skipped: no right to make network namespaces");
     }
