@@ -359,7 +359,7 @@ impl Engine {
             }
             self.reduce.lend(&self.states[unit], world)?;
             walk.backward()?;
-            if self.keeps(unit) || self.gathers_again(unit) {
+            if self.states[unit].unit.backward_reads_weights() {
                 self.gather.release(&self.states[unit])?;
             }
             self.reduce_unit(unit, is_last)?;

@@ -43,12 +43,13 @@ pub fn segments(layout: &UnitLayout, shard: &Range<usize>, min_8bit_size: usize)
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::ops::{ParamInit, ParamSpec};
     use proptest::prelude::*;
 
-    fn layout(lens: &[usize]) -> UnitLayout {
+    /// A unit of flat parameters of these lengths.
+    pub fn layout(lens: &[usize]) -> UnitLayout {
         let spec = |(i, &len): (usize, &usize)| ParamSpec {
             name: format!("p{i}"),
             shape: vec![len],

@@ -85,21 +85,10 @@ impl ShardCodec {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::{ParamInit, ParamSpec};
     use crate::quant::Symmetric;
+    use crate::zero::partition::tests::layout;
     use crate::zero::shard_len;
     use proptest::prelude::*;
-
-    fn layout(lens: &[usize]) -> UnitLayout {
-        let spec = |(i, &len): (usize, &usize)| ParamSpec {
-            name: format!("p{i}"),
-            shape: vec![len],
-            init: ParamInit::Constant(0.0),
-            decay: true,
-            keep_f32_state: false,
-        };
-        UnitLayout::new(lens.iter().enumerate().map(spec).collect())
-    }
 
     /// The unit's values after a trip through `world` pieces.
     fn travel(layout: &UnitLayout, values: &[f32], world: usize) -> Vec<f32> {
